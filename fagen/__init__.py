@@ -1,0 +1,21 @@
+"""fagen: a code-generating kernel compiler for attention."""
+
+from __future__ import annotations
+
+from .attention import Attention
+from .errors import CompileError, FagenError, InputError, InternalError, LaunchError, ScheduleError, Violation
+from .schedule import Schedule
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Attention",
+    "CompileError",
+    "FagenError",
+    "InputError",
+    "InternalError",
+    "LaunchError",
+    "Schedule",
+    "ScheduleError",
+    "Violation",
+]

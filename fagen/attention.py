@@ -1,0 +1,63 @@
+"""What is computed: the `Attention` value."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .value import Value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(Value):
+    """softmax(scale · Q Kᵀ + mask) V.
+
+    Shapes and strides are arguments of the call, not part of this value: q (batch, seqlen_q, heads, head_dim),
+    k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, head_dim_v); heads is a multiple of kv_heads.
+    """
+
+    head_dim: int
+    """Columns of Q and K."""
+    head_dim_v: int | None = None
+    """Columns of V and of the output; None: as head_dim."""
+    dtype: str = "bf16"
+    """Of q, k and v: "bf16", "fp16" or "e4m3"."""
+    out_dtype: str | None = None
+    """Of the output; None: the input's, bf16 for e4m3."""
+    mask: str = "full"
+    """"full"; "causal": row i sees key j if j ≤ i + seqlen_k − seqlen_q (aligned bottom-right); "window"."""
+    scale: float | None = None
+    """Softmax scale, positive and finite; None: head_dim ** −0.5."""
+    window: tuple[int, int] | None = None
+    """With mask "window": keys seen to the (left, right) of the diagonal, inclusive."""
+    softcap: float | None = None
+    """Scores pass through softcap · tanh(score / softcap)."""
+    sink: bool = False
+    """A learnable logit per head joins the softmax's denominator."""
+
+    @property
+    def dv(self) -> int:
+        return self.head_dim if self.head_dim_v is None else self.head_dim_v
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def scale_log2(self) -> float:
+        """softmax scale · log2 e: scores in units in which the exponential is 2^x."""
+        return self.softmax_scale * math.log2(math.e)
+
+    @property
+    def output_dtype(self) -> str:
+        return self.out_dtype or ("bf16" if self.dtype == "e4m3" else self.dtype)
+
+    @property
+    def causal(self) -> bool:
+        return self.mask == "causal"
+
+    @property
+    def label(self) -> str:
+        """Short text for tables: hd128 bf16 causal."""
+        dv = "" if self.dv == self.head_dim else f"/{self.dv}"
+        return f"hd{self.head_dim}{dv} {self.dtype} {self.mask}"

@@ -1,0 +1,200 @@
+"""What `plan()` returns: `Plan` and its kernels, and `bind`, which turns a plan and the shapes of a call into a `Launch`.
+
+Everything that depends on the call stands here as an `Expr` over these symbols
+  batch, sq, sk, hq, hkv       sizes of the call
+  q_sb, q_ss, q_sh             strides of q over batch, seq and head, in elements; likewise k_, v_, out_
+  num_sms                      of the device
+and the kernel's own parameters, which later expressions may use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ..attention import Attention
+from ..errors import InputError, InternalError
+from ..schedule import Schedule
+from ..target import Target
+from .expr import Expr
+from .steps import DTYPE_BYTES, Gmem, MBar, NBar, Role, Smem
+
+STRIDED = ("q", "k", "v", "out")  # tensors whose strides are arguments; dims (batch, seq, heads, head_dim)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The sizes of one call."""
+
+    batch: int
+    sq: int
+    sk: int
+    hq: int
+    hkv: int
+
+    @property
+    def empty(self) -> bool:
+        """Nothing to write: no launch."""
+        return 0 in (self.batch, self.sq, self.hq)
+
+    def __str__(self) -> str:
+        return f"{self.batch},{self.hq},{self.hkv},{self.sq},{self.sk}"
+
+
+@dataclass(frozen=True)
+class Param:
+    """A scalar member of the kernel's Params struct: "i32" or "i64", computed on the host by `value`."""
+
+    name: str
+    ctype: str
+    value: Expr
+
+
+@dataclass(frozen=True)
+class TensorMapRecipe:
+    """How to encode a CUtensorMap (CUDA driver API, cuTensorMapEncodeTiled) for TMA loads of a (batch, seq, heads, dim) tensor.
+
+    Five dims, innermost first: 128-byte chunk of columns, seq, chunk index, head, batch; so one instruction loads a whole tile in
+    the chunked layout of `layout.swizzle_128b`. `dims` in elements; `strides` in bytes, of dims 1 to 4. Rows past the end read as 0.
+    """
+
+    tensor: str
+    dtype: str
+    dims: tuple[Expr, ...]
+    strides: tuple[Expr, ...]
+    box: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """Global memory a kernel needs beside its tensors. `zeroed`: 0 before the first launch, and left 0 by every launch."""
+
+    name: str
+    dtype: str
+    count: Expr
+    zeroed: bool
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """One kernel of a plan: its interface, memory, barriers, roles and programs."""
+
+    name: str
+    threads: int
+    min_ctas: int
+    """CTAs an SM must be able to hold (launch bounds)."""
+    gmem: tuple[Gmem, ...]
+    pointers: tuple[str, ...]
+    """Gmem names passed as pointers in Params, in order, before the scalars."""
+    params: tuple[Param, ...]
+    """Scalars in Params: all i64 stand before all i32."""
+    maps: tuple[TensorMapRecipe, ...]
+    """Kernel arguments before Params, in order, named map_<tensor>."""
+    smem: tuple[Smem, ...]
+    mbars: tuple[MBar, ...]
+    nbars: tuple[NBar, ...]
+    smem_bytes: int
+    roles: tuple[Role, ...]
+    grid: Expr
+
+    def smem_of(self, name: str) -> Smem:
+        return next(s for s in self.smem if s.name == name)
+
+    def gmem_of(self, name: str) -> Gmem:
+        return next(g for g in self.gmem if g.name == name)
+
+    def mbar_of(self, name: str) -> MBar:
+        return next(b for b in self.mbars if b.name == name)
+
+    def nbar_of(self, name: str) -> NBar:
+        return next(b for b in self.nbars if b.name == name)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A legal, proven kernel (or several, launched in order) for an attention under a schedule. Made by `plan()` only."""
+
+    attention: Attention
+    schedule: Schedule
+    target: Target
+    kernels: tuple[KernelPlan, ...]
+    workspaces: tuple[Workspace, ...]
+    debug: bool = False
+
+    @property
+    def id(self) -> str:
+        """Names the pair everywhere: <attention id>-<schedule id>."""
+        return f"{self.attention.id}-{self.schedule.id}"
+
+    def bind(self, problem: Problem, strides: Mapping[str, tuple[int, int, int]], num_sms: int, seed: int = 0) -> Launch:
+        """Evaluate everything that depends on the call. `strides[t]` for t in q, k, v, out: over batch, seq and head, in elements.
+
+        Raises InputError where a size is outside what the kernel's 32-bit tile arithmetic or the grid can hold.
+        """
+        env: dict[str, int] = {f: getattr(problem, f) for f in ("batch", "sq", "sk", "hq", "hkv")}
+        if problem.hkv and problem.hq % problem.hkv:
+            near = [n for n in range(1, problem.hq + 1) if problem.hq % n == 0]
+            raise InputError("k", f"{problem.hq} query heads are not a multiple of {problem.hkv} KV heads; legal: {near}")
+        for name, what in (("sq", "seqlen_q"), ("sk", "seqlen_k"), ("batch", "batch"), ("hq", "heads")):
+            if not 0 <= env[name] < 1 << 30:
+                raise InputError("k" if name == "sk" else "q", f"{what} {env[name]} is outside 0 … 2^30 − 1")
+        env |= {"num_sms": num_sms, "seed": seed}
+        for tensor in STRIDED:
+            env |= dict(zip((f"{tensor}_sb", f"{tensor}_ss", f"{tensor}_sh"), strides[tensor]))
+        launches = []
+        for k in self.kernels:
+            scope = dict(env)
+            for p in k.params:
+                scope[p.name] = p.value.eval(scope)
+                limit = 1 << (31 if p.ctype == "i32" else 63)
+                if not -limit <= scope[p.name] < limit:
+                    raise InputError("q", f"{p.name} = {scope[p.name]} does not fit {p.ctype}: the problem {problem} is too large")
+            grid = k.grid.eval(scope)
+            if not 0 < grid < 1 << 31:
+                raise InputError("q", f"a grid of {grid} CTAs is outside 1 … 2^31 − 1 (the problem {problem})")
+            maps = tuple(
+                TensorMap(r.tensor, r.dtype, tuple(d.eval(scope) for d in r.dims), tuple(s.eval(scope) for s in r.strides), r.box)
+                for r in k.maps
+            )
+            launches.append(KernelLaunch(k.name, grid, k.threads, k.smem_bytes, tuple(scope[p.name] for p in k.params), maps))
+        sizes = tuple((w.name, w.count.eval(env) * DTYPE_BYTES[w.dtype], w.zeroed) for w in self.workspaces)
+        return Launch(problem, tuple(launches), sizes)
+
+
+@dataclass(frozen=True)
+class TensorMap:
+    """A `TensorMapRecipe` with its numbers."""
+
+    tensor: str
+    dtype: str
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class KernelLaunch:
+    """One kernel's launch: 1-D grid and block, and the values of Params' scalars in order."""
+
+    name: str
+    grid: int
+    block: int
+    smem_bytes: int
+    scalars: tuple[int, ...]
+    maps: tuple[TensorMap, ...]
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A plan bound to a call: kernels in order, and workspaces as (name, bytes, zeroed)."""
+
+    problem: Problem
+    kernels: tuple[KernelLaunch, ...]
+    workspaces: tuple[tuple[str, int, bool], ...]
+
+
+def scalar_env(kernel: KernelPlan, launch: KernelLaunch) -> dict[str, int]:
+    """The values of a kernel's parameters by name, as its steps' expressions see them (with n_ctas)."""
+    if kernel.name != launch.name:
+        raise InternalError(f"launch of {launch.name!r} does not belong to kernel {kernel.name!r}")
+    return dict(zip((p.name for p in kernel.params), launch.scalars)) | {"n_ctas": launch.grid}

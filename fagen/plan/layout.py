@@ -1,0 +1,67 @@
+"""Which element of a tile a register or a shared-memory byte holds.
+
+Register layouts are pairs of `Expr`s over the symbols `lane` (0 to 31), `warp` (of the warpgroup or of the owning warp's
+block, 0 to 3) and `i` (the register's element index), each split into a part of the thread and a part of the register:
+coordinate = thread part + register part. The emitter prints the same expressions that the tests evaluate, so a mask in the
+CUDA and the table in a test cannot disagree.
+
+Sources: PTX ISA 9.7.14 (mma.m16n8k16 fragments) and 9.7.15 (wgmma register fragments, shared-memory matrix layouts).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .expr import Expr, as_expr, sym
+
+LANE, WARP, I = sym("lane"), sym("warp"), sym("i")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A register tile's map (thread, element) → (row, column); see the module's head for the four parts."""
+
+    name: str
+    row_thread: Expr
+    row_element: Expr
+    col_thread: Expr
+    col_element: Expr
+
+    def coord(self, thread: int, i: int) -> tuple[int, int]:
+        """(row, column) of element `i` of `thread` (0 to 127 in a warpgroup, 0 to 31 in a warp)."""
+        env = {"lane": thread % 32, "warp": thread // 32, "i": i}
+        return (
+            self.row_thread.eval(env) + self.row_element.eval(env),
+            self.col_thread.eval(env) + self.col_element.eval(env),
+        )
+
+
+# The accumulator of mma.m16n8k16, n8 tiles side by side: one warp, 16 rows. Each thread holds rows g and g + 8 (g = lane / 4)
+# and of every 8 columns the pair 2q, 2q + 1 (q = lane % 4); elements 4j, 4j + 1 are row g, 4j + 2, 4j + 3 row g + 8.
+ACC16 = Layout("acc16", LANE // 4, (I // 2) % 2 * 8, LANE % 4 * 2, I // 4 * 8 + I % 2)
+
+# The accumulator of wgmma.m64nN: the same in each warp, warps stacked in rows of 16.
+ACC64 = Layout("acc64", WARP * 16 + LANE // 4, (I // 2) % 2 * 8, LANE % 4 * 2, I // 4 * 8 + I % 2)
+
+# The A operand in registers, two 16-bit values each; element i counts values, not registers. For every 16 columns a thread holds
+# (g, 2q..2q+1), (g+8, 2q..), (g, 2q+8..), (g+8, 2q+8..): the accumulator's order, which is why P needs no data motion.
+A16 = Layout("a16", LANE // 4, (I // 2) % 2 * 8, LANE % 4 * 2, I // 8 * 16 + (I // 4) % 2 * 8 + I % 2)
+A64 = Layout("a64", WARP * 16 + LANE // 4, (I // 2) % 2 * 8, LANE % 4 * 2, I // 8 * 16 + (I // 4) % 2 * 8 + I % 2)
+
+# One value per row held by the thread: rows g and g + 8, the same in the four lanes of a quad.
+ROW16 = Layout("row16", LANE // 4, I * 8, as_expr(0), as_expr(0))
+ROW64 = Layout("row64", WARP * 16 + LANE // 4, I * 8, as_expr(0), as_expr(0))
+
+LAYOUTS = {x.name: x for x in (ACC16, ACC64, A16, A64, ROW16, ROW64)}
+
+
+def swizzle_128b(row: int, byte: int, rows: int) -> int:
+    """Byte offset of (row, byte of the row) in a tile of `rows` rows kept as 128-byte chunks under the 128-byte swizzle.
+
+    A tile of R rows and C bytes a row is C / 128 chunks of [R][128 B]; inside a chunk, 16-byte unit u of row r stands at
+    u ^ (r % 8). This is what TMA writes with SWIZZLE_128B and what a WGMMA descriptor of that mode reads (PTX ISA 9.7.15.5.1);
+    eight rows of one column of units fall in eight different bank groups, so ldmatrix has no bank conflict.
+    """
+    chunk, within = divmod(byte, 128)
+    unit, rest = divmod(within, 16)
+    return chunk * rows * 128 + row * 128 + ((unit ^ (row % 8)) * 16) + rest

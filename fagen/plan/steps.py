@@ -1,0 +1,550 @@
+"""The nouns and steps of which every kernel is made. A role's program is data: these values, nested in loops.
+
+One program, many readers: the emitter prints it, the simulator executes it, the proof walks it, `explain` shows it, the SASS
+check counts it. So a step says *what happens* completely, and nothing about it hides in a template.
+
+The rules that keep this honest
+  (a) Synchronisation happens only in the steps of the section "synchronisation".
+  (b) Asynchronous are Mma on the wgmma unit, TmaLoad and CpAsync; nothing else.
+  (c) Registers of an in-flight Mma may not be touched until an MmaWait names them.
+  (d) Row maximum, shuffles, exponentials and row sum stay together in one OnlineSoftmax.
+
+Symbols that an Expr in a step may use: the kernel's parameters (`sq`, `sk`, `hq`, …), `cta` (blockIdx.x), `n_ctas` (gridDim.x),
+`w` (index of the role's instance), variables bound by `Let` and `Loop`, and `row` where a step says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Literal
+
+from .expr import Expr, IntLike
+
+# ---------------------------------------------------------------------------------------------------------------- nouns
+
+
+@dataclass(frozen=True)
+class Gmem:
+    """A tensor in global memory. Logical dims are (batch, seq, heads, head_dim), or (batch, heads, seq) for lse."""
+
+    name: str
+    dtype: str  # "bf16" | "fp16" | "e4m3" | "fp32" | "i32"
+    dims: tuple[str, ...]
+    use: Literal["in", "out", "workspace"]
+
+
+@dataclass(frozen=True)
+class Smem:
+    """A ring of `stages` tiles of rows × cols in shared memory. `offset` and `slot_bytes` are set by the memory map.
+
+    `swizzle` "128B": the tile is kept as 128-byte chunks, see `layout.swizzle_128b`. "none": row-major.
+    """
+
+    name: str
+    rows: int
+    cols: int
+    dtype: str
+    stages: int
+    swizzle: Literal["128B", "none"] = "128B"
+    offset: int = -1
+
+    @property
+    def tile_bytes(self) -> int:
+        return self.rows * self.cols * DTYPE_BYTES[self.dtype]
+
+
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "e4m3": 1, "fp32": 4, "i32": 4}
+
+
+@dataclass(frozen=True)
+class Frag:
+    """A register tile of one role instance: of one warp ("…16" layouts, `rows` a multiple of 16) or one warpgroup ("…64", 64 rows).
+
+    In C an array per block of 16 (or 64) rows: `float S[64]`, or `float S[2][32]` with two blocks. Never indexed by a run-time value.
+    """
+
+    name: str
+    rows: int
+    cols: int
+    dtype: str
+    layout: str
+
+    @property
+    def unit_rows(self) -> int:
+        return 64 if self.layout.endswith("64") else 16
+
+    @property
+    def blocks(self) -> int:
+        return self.rows // self.unit_rows
+
+    @property
+    def registers(self) -> int:
+        """32-bit registers a thread holds for it."""
+        if self.layout.startswith("row"):
+            return 2 * self.blocks
+        per_thread = self.rows * self.cols // (self.unit_rows * 2)
+        return per_thread * DTYPE_BYTES[self.dtype] // 4
+
+
+@dataclass(frozen=True)
+class MBar:
+    """An mbarrier for each of `stages` slots. `arrivals` and `tx_bytes` of a phase are derived from the steps, never typed in."""
+
+    name: str
+    stages: int
+    arrivals: int = -1
+    tx_bytes: int = 0
+    offset: int = -1
+
+
+@dataclass(frozen=True)
+class NBar:
+    """`count` named (hardware) barriers with ids first_id … first_id + count − 1; `threads` take part in each (arrive + sync)."""
+
+    name: str
+    first_id: int
+    count: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Cursor:
+    """Where a role stands in a ring: slot and phase parity. Starts at slot 0; a role that waits for *empty* slots starts with
+    phase 1, so that its first pass over the ring finds every slot free. Carried across tiles."""
+
+    name: str
+    stages: int
+    start_phase: int
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A tile in shared memory as an operand: the slot of `smem` at `cursor` (None: the ring has one slot and no cursor).
+
+    `holds` says which rows of the source tensor must be in it, as the index of their first row: the contract that the proof
+    checks against the load that filled it. `row` offsets into the tile (the 64 rows of a warpgroup).
+    """
+
+    smem: str
+    cursor: str | None
+    holds: Expr | None = None
+    row: Expr | None = None
+
+
+# ---------------------------------------------------------------------------------------------------------------- steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """`id` is the path of names ("consumer.steady.qk"), set once by `number()`; `why` becomes the comment beside the line."""
+
+    name: str = ""
+    why: str = ""
+    id: str = ""
+
+    @property
+    def kind(self) -> str:
+        return type(self).__name__
+
+
+Body = tuple[Step, ...]
+
+# control ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Let(Step):
+    """const int var = value;"""
+
+    var: str
+    value: Expr
+
+
+@dataclass(frozen=True, kw_only=True)
+class Var(Step):
+    """int var = value; — a variable that `Set` or `ClaimTile` changes later."""
+
+    var: str
+    value: Expr
+
+
+@dataclass(frozen=True, kw_only=True)
+class Set(Step):
+    """var = value;"""
+
+    var: str
+    value: Expr
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loop(Step):
+    """for var = first, first + step, … up to and including `last` (down to, if step < 0). Not unrolled.
+
+    `step` is an int, or an Expr that is positive. `segment` names the part ("masked", "steady") in ids and comments.
+    """
+
+    var: str
+    first: Expr
+    last: Expr
+    step: IntLike
+    body: Body
+    segment: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forever(Step):
+    """Repeat until a `Break` inside fires (persistent tiles claimed at run time)."""
+
+    body: Body
+
+
+@dataclass(frozen=True, kw_only=True)
+class Break(Step):
+    """Leave the innermost Forever if `cond`. Uniform over the CTA."""
+
+    cond: Expr
+
+
+@dataclass(frozen=True, kw_only=True)
+class If(Step):
+    """Uniform over the role instance."""
+
+    cond: Expr
+    then: Body
+    orelse: Body = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Elected(Step):
+    """`body` runs in one thread: thread 0 of instance 0 of the role (uniform roles, which have no producer)."""
+
+    body: Body
+
+
+# copies -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class TmaLoad(Step):
+    """Asynchronous. One thread asks TMA for the tile of `src` whose first row is `seq`, of head `head` and batch `batch`; its bytes
+    complete `full`. Announces the bytes to the barrier (one arrival with expect_tx) just before. Rows past the tensor read as 0."""
+
+    src: str
+    dst: Slot
+    full: str
+    seq: Expr
+    head: Expr
+    batch: Expr
+    hint: Literal["evict_first", "evict_last"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpAsync(Step):
+    """Asynchronous (cp.async, 16 bytes each), by all threads of the role together: rows seq … of `src` into `dst`; rows at or past
+    `limit` are filled with 0. Belongs to the group that the next CpCommit closes."""
+
+    src: str
+    dst: Slot
+    seq: Expr
+    limit: Expr
+    head: Expr
+    batch: Expr
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpCommit(Step):
+    """Close the group of cp.async issued since the last one (possibly empty: group counts stay static)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpWait(Step):
+    """Wait until at most `pending` of this thread's youngest groups are open. Makes them visible to this thread only."""
+
+    pending: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadFrag(Step):
+    """Shared memory → registers by ldmatrix: the warp's own rows of `src` as the A operand `dst`."""
+
+    dst: str
+    src: Slot
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreOut(Step):
+    """Registers → global: rows first_row + row of `src` (fp32) as `dst`'s dtype, 16-byte stores; rows at or past `limit` are not
+    written. `first_row` is that of the instance."""
+
+    src: str
+    dst: str
+    first_row: Expr
+    limit: Expr
+    head: Expr
+    batch: Expr
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreRow(Step):
+    """A row vector (one fp32 a row) → global (batch, heads, seq); rows at or past `limit` are not written."""
+
+    src: str
+    dst: str
+    first_row: Expr
+    limit: Expr
+    head: Expr
+    batch: Expr
+
+
+# persistent tiles claimed at run time ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClaimTile(Step):
+    """var = n_ctas + atomicAdd(counter, 1): the next unclaimed tile. One thread."""
+
+    var: str
+    counter: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PutTile(Step):
+    """Write the tile number `value` to the slot of the tile ring. One thread; an ordinary shared-memory store."""
+
+    dst: Slot
+    value: Expr
+
+
+@dataclass(frozen=True, kw_only=True)
+class GetTile(Step):
+    """int var = the tile number in the slot; the same in all threads of the role (and known to the compiler to be)."""
+
+    var: str
+    src: Slot
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResetCounter(Step):
+    """The last CTA to come here sets the counter back to 0 for the next launch (counter[1] counts the CTAs). One thread."""
+
+    counter: str
+
+
+# synchronisation --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wait(Step):
+    """Until the phase of `bar`[cursor.slot] with the parity cursor.phase has completed (mbarrier.try_wait.parity)."""
+
+    bar: str
+    cursor: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arrive(Step):
+    """One arrival at `bar`[cursor.slot] by each warp of the instance (`who` "warp": its lane 0) or by the one running thread."""
+
+    bar: str
+    cursor: str
+    who: Literal["warp", "thread"] = "warp"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Advance(Step):
+    """cursor: next slot; the phase flips when the ring wraps."""
+
+    cursor: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sync(Step):
+    """bar.sync on named barrier first_id + index: arrive and wait for the others."""
+
+    bar: str
+    index: Expr
+
+
+@dataclass(frozen=True, kw_only=True)
+class NArrive(Step):
+    """bar.arrive on named barrier first_id + index: arrive, do not wait."""
+
+    bar: str
+    index: Expr
+
+
+@dataclass(frozen=True, kw_only=True)
+class CtaSync(Step):
+    """__syncthreads(): every thread of the CTA. Only where all roles run it equally often."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProxyFence(Step):
+    """fence.proxy.async.shared::cta: this thread's ordinary shared-memory writes become visible to TMA and WGMMA."""
+
+
+# matrix -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mma(Step):
+    """d (+)= a · b over the whole tile.
+
+    unit "wgmma": fence, all k-steps, commit; asynchronous, one group (PTX ISA 9.7.15). `a` is a Frag's name or a Slot.
+    unit "mma_sync": the product with its ldmatrix loads; synchronous.
+    `trans_b` False: b is [n][k] (K in Q·Kᵀ); True: b is [k][n] (V in P·V).
+    """
+
+    d: str
+    a: str | Slot
+    b: Slot
+    accumulate: bool
+    trans_b: bool
+    unit: Literal["wgmma", "mma_sync"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MmaWait(Step):
+    """wgmma.wait_group: until at most `pending` groups are open. `ready` names exactly the Frags (accumulators, register operands)
+    of the groups that this completes: the one place where an in-flight register becomes usable again."""
+
+    pending: int
+    ready: tuple[str, ...]
+
+
+# registers --------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fill(Step):
+    """Every element of `dst` = value (0 or -inf)."""
+
+    dst: str
+    value: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits(Step):
+    """For every row of the instance, the last key it sees: dst[r] = limit, an Expr that may use `row` (index in the tensor, = first_row + r)."""
+
+    dst: str
+    first_row: Expr
+    limit: Expr
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mask(Step):
+    """s[r, c] = −inf where key first_key + c is past limits[r]."""
+
+    s: str
+    limits: str
+    first_key: Expr
+
+
+@dataclass(frozen=True, kw_only=True)
+class OnlineSoftmax(Step):
+    """One block of the online softmax (FlashAttention-2, algorithm 1), in units of log2 with `scale_log2` = softmax scale · log2 e:
+    m' = max(m, rowmax(s)·scale_log2); alpha = 2^(m − m'); s = 2^(s·scale_log2 − m'); l = l·alpha + the thread's own part of rowsum(s); m = m'.
+    A row that has seen no key yet keeps m = −inf, alpha = 0, s = 0. `first`: nothing came before, so alpha is not needed (l = rowsum)."""
+
+    s: str
+    m: str
+    l: str
+    alpha: str
+    scale_log2: float
+    first: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pack(Step):
+    """p = s rounded to p's dtype, in the layout of the A operand (no data motion)."""
+
+    p: str
+    s: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rescale(Step):
+    """o[r, :] *= alpha[r]."""
+
+    o: str
+    alpha: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finalise(Step):
+    """Sum l over the quad; o[r, :] *= 1 / l[r] (0 where l is 0); lse[r] = m·ln 2 + ln l (−inf where l is 0)."""
+
+    o: str
+    m: str
+    l: str
+    lse: str
+
+
+# ---------------------------------------------------------------------------------------------------------------- roles and kernels
+
+
+@dataclass(frozen=True)
+class Role:
+    """`count` instances of `warps` warps each run `body`; the symbol `w` is the instance. Roles fill the CTA's warps in order.
+
+    `elect`: the body runs in one thread (the first) of the instance, as a TMA producer does. `registers`: setmaxnreg, None: as launched.
+    """
+
+    name: str
+    count: int
+    warps: int
+    elect: bool
+    registers: int | None
+    frags: tuple[Frag, ...]
+    cursors: tuple[Cursor, ...]
+    body: Body
+
+    @property
+    def threads(self) -> int:
+        return self.count * self.warps * 32
+
+
+def bodies(step: Step) -> tuple[tuple[str, Body], ...]:
+    """The nested bodies of a step, with the name of the field that holds each."""
+    if isinstance(step, (Loop, Forever, Elected)):
+        return (("body", step.body),)
+    if isinstance(step, If):
+        return (("then", step.then), ("orelse", step.orelse))
+    return ()
+
+
+def walk(body: Body) -> Iterator[Step]:
+    """Every step in printed order, containers before what they hold."""
+    for step in body:
+        yield step
+        for _, inner in bodies(step):
+            yield from walk(inner)
+
+
+def number(body: Body, prefix: str) -> Body:
+    """Give every step its stable id: the path of segment names, then its own name (or kind); repeats get .2, .3 …"""
+    seen: dict[str, int] = {}
+    out: list[Step] = []
+    for step in body:
+        own = step.name or (step.segment if isinstance(step, Loop) and step.segment else _snake(step.kind))
+        path = f"{prefix}.{own}"
+        seen[path] = seen.get(path, 0) + 1
+        if seen[path] > 1:
+            path = f"{path}.{seen[path]}"
+        inner = {}
+        for field, b in bodies(step):
+            inner[field] = number(b, path if field != "orelse" else f"{path}.else")
+        out.append(replace(step, id=path, **inner))  # type: ignore[arg-type]
+    return tuple(out)
+
+
+def _snake(kind: str) -> str:
+    return "".join(("_" + c.lower()) if c.isupper() and i else c.lower() for i, c in enumerate(kind))
+
+
+def step_fields(step: Step) -> dict[str, object]:
+    """The step's own fields (without name, why, id and nested bodies), for printing."""
+    nested = {f for f, _ in bodies(step)}
+    return {f.name: getattr(step, f.name) for f in fields(step) if f.name not in {"name", "why", "id"} | nested}

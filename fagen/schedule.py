@@ -1,0 +1,70 @@
+"""How it is computed: the `Schedule` value. Every field is a knob that changes the kernel, or is rejected by `plan()` with a code."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .value import Value
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule(Value):
+    """A point in the space of attention kernels. `plan(attention, schedule)` says whether it is legal, and why not."""
+
+    arch: str
+    """Target: "sm_80", "sm_90" (mma.sync kernels) or "sm_90a" (WGMMA, TMA, setmaxnreg)."""
+    tile_q: int
+    """Query rows of a CTA's tile. wgmma: 64 · consumers. mma_sync: a multiple of 16 · warps (split_q)."""
+    tile_kv: int
+    """Keys of a block."""
+    loop_order: str = "q_outer"
+    """"q_outer": a query tile stays, K/V blocks pass by (FlashAttention-2). "kv_outer": a K/V block stays, query tiles pass by and
+    O, m, l go through a float32 workspace (FlashAttention-1)."""
+    parallelism: str = "query_tiles"
+    """What a CTA owns: "batch_heads": a (batch, head), looping over its query tiles; "query_tiles": one query tile;
+    "persistent_static": one CTA an SM, tiles cta, cta + SMs, …; "persistent_dynamic": one CTA an SM, tiles claimed by an atomic
+    counter, longest first within sections of heads that fit L2; "kv_splits": the keys are split as well."""
+    partition: str = "split_q"
+    """How warps divide a tile: "split_q": each owns rows of Q and sees all keys; "split_kv": each owns keys of the block, partial
+    maximum, sum and O merged through shared memory."""
+    roles: str = "uniform"
+    """"uniform": all warps alike. "producer": a producer warpgroup issues the loads, `consumers` warpgroups compute."""
+    warps: int | None = None
+    """mma_sync: warps of the CTA, 1, 2, 4 or 8. wgmma: None."""
+    consumers: int | None = None
+    """wgmma: warpgroups that compute, 1 to 4. mma_sync: None."""
+    registers: tuple[int, int] | None = None
+    """With roles "producer": setmaxnreg of (producer, consumer). None: the table for that many consumers."""
+    movement: str = "cp_async"
+    """Global → shared memory: "ld_st" (through registers), "cp_async" or "tma"."""
+    mma: str = "mma_sync"
+    """Matrix unit: "mma_sync" (one warp, synchronous) or "wgmma" (a warpgroup, asynchronous, operands in shared memory)."""
+    p_operand: str = "registers"
+    """Where P is an operand of P·V from: "registers" or "shared" memory."""
+    stages: int | tuple[int, int] = 1
+    """Slots of the K ring and of the V ring: one number for both, or (K, V)."""
+    overlap: str = "none"
+    """wgmma: "none"; "within": a warpgroup's softmax runs under its own P·V; "pingpong": under the other warpgroup's products,
+    kept in turn by named barriers; "both"."""
+    softmax: str = "fused"
+    """"fused": S never leaves the SM. "three_pass", "two_pass": S is written to memory and normalised by its own kernel."""
+    normalise: str = "once"
+    """"once": O is divided by the row sum at the end. "each_step": after every block."""
+    reference: str = "running"
+    """What exponentials are taken against: the "running" maximum, or a "stale" one with a check and an exact fallback."""
+    scale_granularity: str | None = None
+    """e4m3: one quantisation scale per "tensor", "head" or "block" of rows. 16-bit: None."""
+    hadamard: bool = False
+    """e4m3: Q and K rotated by a random-sign Hadamard matrix before quantisation."""
+    v_transposed: bool = False
+    """e4m3: V is given as (batch, heads, head_dim_v, seqlen); otherwise the kernel transposes it."""
+    promote_every: int | None = None
+    """e4m3: add the tensor core's accumulator to a float32 copy every so many blocks. None: never."""
+
+    @property
+    def stages_k(self) -> int:
+        return self.stages if isinstance(self.stages, int) else self.stages[0]
+
+    @property
+    def stages_v(self) -> int:
+        return self.stages if isinstance(self.stages, int) else self.stages[1]
