@@ -1,0 +1,77 @@
+"""How many machine instructions of each kind a kernel's program implies, as printed: the numbers that the SASS must show exactly.
+
+Every printed step counts once, however often it runs (program loops are not unrolled), and both sides of a branch count. A number
+that differs means that the compiler added, dropped or duplicated something the program does not say: an injected wait, a
+serialised batch, an unrolled loop.
+"""
+
+from __future__ import annotations
+
+from ..errors import InternalError
+from .kernel import KernelPlan
+from .steps import DTYPE_BYTES, CpAsync, CtaSync, Mma, MmaWait, NArrive, Role, Slot, Step, Sync, TmaLoad, walk
+
+MAX_N = 256  # columns of one wgmma (PTX ISA 9.7.15.2)
+K_BYTES = 32  # depth of one wgmma or mma.sync in bytes of the operand: k16 in 16-bit types, k32 in 8-bit ones
+MMA_SYNC_N = 8  # mma.m16n8k16
+
+
+def expected_counts(kernel: KernelPlan) -> dict[str, int]:
+    """Instruction counts that the SASS of `kernel` must have; names as in `fagen.sass.COUNTED`.
+
+    HGMMA, QGMMA, HMMA from the Mma steps; WARPGROUP.ARRIVE one per wgmma Mma (its fence); WARPGROUP.DEPBAR one per MmaWait; BAR.SYNC
+    one per CtaSync and Sync, and one after the initialisation of mbarriers; BAR.ARV one per NArrive; UTMALDG one per TmaLoad;
+    USETMAXREG one per role with registers; LDGSTS 16 bytes each; no local memory.
+    """
+    names = ("HGMMA", "QGMMA", "HMMA", "WARPGROUP.DEPBAR", "WARPGROUP.ARRIVE", "BAR", "BAR.SYNC", "BAR.ARV", "UTMALDG")
+    total = dict.fromkeys((*names, "USETMAXREG", "LDGSTS", "STL", "LDL"), 0)
+    if kernel.mbars:
+        total["BAR.SYNC"] += 1
+    for role in kernel.roles:
+        total["USETMAXREG"] += role.registers is not None
+        for step in walk(role.body):
+            for name, n in _step(kernel, role, step).items():
+                total[name] += n
+    total["BAR"] = total["BAR.SYNC"] + total["BAR.ARV"]
+    return total
+
+
+def wgmma_steps(kernel: KernelPlan) -> int:
+    """How many wgmma batches the program prints."""
+    return sum(isinstance(s, Mma) and s.unit == "wgmma" for r in kernel.roles for s in walk(r.body))
+
+
+def _step(kernel: KernelPlan, role: Role, step: Step) -> dict[str, int]:
+    if isinstance(step, Mma):
+        return _mma(kernel, role, step)
+    if isinstance(step, MmaWait):
+        return {"WARPGROUP.DEPBAR": 1}
+    if isinstance(step, (CtaSync, Sync)):
+        return {"BAR.SYNC": 1}
+    if isinstance(step, NArrive):
+        return {"BAR.ARV": 1}
+    if isinstance(step, TmaLoad):
+        return {"UTMALDG": 1}
+    if isinstance(step, CpAsync):
+        tile = kernel.smem_of(step.dst.smem)
+        return {"LDGSTS": _ceildiv(tile.tile_bytes, 16 * role.threads)}
+    return {}
+
+
+def _mma(kernel: KernelPlan, role: Role, step: Mma) -> dict[str, int]:
+    """d (rows × n) over a depth of k: by 64-row blocks and up to 256 columns (wgmma), by 16 rows × 8 columns (mma.sync)."""
+    frags = {f.name: f for f in role.frags}
+    d = frags[step.d]
+    a = kernel.smem_of(step.a.smem) if isinstance(step.a, Slot) else frags[step.a]
+    b = kernel.smem_of(step.b.smem)
+    k_steps, rest = divmod(a.cols * DTYPE_BYTES[b.dtype], K_BYTES)
+    if rest:
+        raise InternalError(f"{step.id}: a depth of {a.cols} {b.dtype} is not a whole number of k-steps")
+    if step.unit == "mma_sync":
+        return {"HMMA": d.blocks * _ceildiv(d.cols, MMA_SYNC_N) * k_steps}
+    instructions = d.blocks * _ceildiv(d.cols, MAX_N) * k_steps
+    return {"QGMMA" if b.dtype == "e4m3" else "HGMMA": instructions, "WARPGROUP.ARRIVE": 1}
+
+
+def _ceildiv(a: int, b: int) -> int:
+    return -(-a // b)
