@@ -1,0 +1,111 @@
+"""Schedules by name or path: `load`, and where the built-in ones and the templates are."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import io
+import types
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .attention import Attention
+from .errors import FagenError, InputError
+from .schedule import Schedule
+
+
+class Loaded(NamedTuple):
+    """What a schedule file says. Unpacks as `attention, schedule`."""
+
+    attention: Attention
+    schedule: Schedule
+
+
+def resource_dir(name: str) -> Path:
+    """`templates` or `schedules`: beside the package in a checkout, inside it in a wheel.
+
+    The checkout wins where both exist, so that an editable install never reads a stale copy.
+    """
+    package = Path(__file__).resolve().parent
+    for place in (package.parent / name, package / name):
+        if place.is_dir() and (place.parent != package.parent or (package.parent / "pyproject.toml").is_file()):
+            return place
+    raise FagenError(f"the folder {name!r} is missing from the installation at {package}")
+
+
+def builtin_names() -> tuple[str, ...]:
+    """Names of the schedules that come with fagen."""
+    return tuple(sorted(p.stem for p in resource_dir("schedules").glob("*.py")))
+
+
+def load(source: str | Path, **changes: Any) -> Loaded:
+    """The (attention, schedule) of a built-in name or of a path to a schedule file, with fields of either value changed.
+
+    Changing head_dim takes the file's `tiles` for that head_dim, unless the change names the same fields itself.
+    Raises InputError naming the file (missing, a folder, a syntax error, without the two names, raising) or the unknown field.
+    """
+    path = _path(source)
+    names = _run(path)
+    attention, schedule = names["attention"], names["schedule"]
+    changes = dict(_tiles(names, attention, changes)) | changes
+    mine = {k: v for k, v in changes.items() if k in Attention.field_names()}
+    its = {k: v for k, v in changes.items() if k in Schedule.field_names()}
+    unknown = [k for k in changes if k not in mine and k not in its]
+    if unknown:
+        known = Attention.field_names() + Schedule.field_names()
+        near = difflib.get_close_matches(unknown[0], known)
+        hint = f"; did you mean {' or '.join(near)}?" if near else f"; fields: {', '.join(known)}"
+        raise InputError(unknown[0], f"neither Attention nor Schedule has this field{hint}")
+    return Loaded(attention.replace(**mine), schedule.replace(**its))
+
+
+def _tiles(names: dict[str, Any], attention: Attention, changes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The tiles a schedule file gives for another head_dim."""
+    head_dim = changes.get("head_dim", attention.head_dim)
+    if head_dim != attention.head_dim:
+        yield from names.get("tiles", {}).get(head_dim, {}).items()
+
+
+def _path(source: str | Path) -> Path:
+    text = str(source)
+    if isinstance(source, str) and source in builtin_names():
+        return resource_dir("schedules") / f"{source}.py"
+    path = Path(source)
+    if path.is_dir():
+        raise InputError(text, "is a folder, not a schedule file")
+    if not path.is_file():
+        near = difflib.get_close_matches(text, builtin_names())
+        hint = f"did you mean {' or '.join(near)}?" if near else f"built-in schedules: {', '.join(builtin_names())}"
+        raise InputError(text, f"no such schedule file or name; {hint}")
+    return path
+
+
+@lru_cache(maxsize=64)
+def _compiled(path: Path, text: str) -> types.CodeType:
+    return compile(text, str(path), "exec")
+
+
+def _run(path: Path) -> dict[str, Any]:
+    """Execute a schedule file and check the two names it must define."""
+    try:
+        code = _compiled(path, path.read_text(encoding="utf-8"))
+    except SyntaxError as e:
+        raise InputError(str(path), f"line {e.lineno}: {e.msg}") from e
+    except (OSError, ValueError) as e:
+        raise InputError(str(path), f"cannot be read: {e}") from e
+    names: dict[str, Any] = {"__name__": path.stem, "__file__": str(path)}
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # a schedule file must not disturb --json
+            exec(code, names)
+    except FagenError as e:
+        raise InputError(str(path), str(e)) from e
+    except Exception as e:  # the file is the user's: whatever it raises is theirs to see, in one line
+        line = e.__traceback__.tb_next.tb_lineno if e.__traceback__ and e.__traceback__.tb_next else "?"
+        raise InputError(str(path), f"line {line}: {type(e).__name__}: {e}") from e
+    for name, kind in (("attention", Attention), ("schedule", Schedule)):
+        if not isinstance(names.get(name), kind):
+            got = f"is a {type(names[name]).__name__}" if name in names else "is missing"
+            raise InputError(str(path), f"must define `{name}`, a fagen.{kind.__name__}; it {got}")
+    return names

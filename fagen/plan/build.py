@@ -1,0 +1,131 @@
+"""`plan()`: the only door. Checks the rules, builds the kernels, proves their synchronisation."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from ..attention import Attention
+from ..errors import InternalError
+from ..schedule import Schedule
+from ..target import Target, target
+from . import barriers, memory, registers, rules
+from .expr import Expr, as_expr, maximum, sym
+from .kernel import KernelPlan, Param, Plan, TensorMapRecipe, Workspace
+from .roles.mma_sync import MmaSync
+from .roles.wgmma import Wgmma
+from .steps import DTYPE_BYTES, Gmem, MBar, NBar, Role, number
+from .tiles import BATCH, HKV, HQ, SK, SQ, TILE_STAGES, Tiles
+
+CHUNK_BYTES = 128  # width of the 128-byte swizzle
+
+
+@lru_cache(maxsize=512)
+def plan(attention: Attention, schedule: Schedule, *, debug: bool = False) -> Plan:
+    """The plan of a legal pair; a ScheduleError names what is illegal. `debug`: waits are bounded and name what hung (`--debug`).
+
+    A legal plan whose synchronisation cannot be proven is a fault of ours: InternalError with the interleaving that fails.
+    """
+    from .proof import prove
+
+    p = assemble(attention, schedule, debug=debug)
+    for kernel in p.kernels:
+        result = prove(kernel, attention, schedule)
+        if not result.ok:
+            raise InternalError(f"{kernel.name} is not synchronised: {result.failures[0]}")
+    return p
+
+
+def assemble(attention: Attention, schedule: Schedule, *, debug: bool = False) -> Plan:
+    """The plan without its proof: for the proof itself, its mutants, and tests that break it on purpose."""
+    rules.check(attention, schedule)
+    t = target(schedule.arch)
+    tiles = Tiles(attention, schedule, t)
+    kernel = _wgmma(tiles, t) if schedule.mma == "wgmma" else _mma_sync(tiles)
+    if debug:
+        kernel = _with_debug(kernel)
+    spaces = (*tiles.workspaces(), *((DEBUG_RECORD,) if debug else ()))
+    return Plan(attention, schedule, t, (kernel,), spaces, debug)
+
+
+def _wgmma(tiles: Tiles, t: Target) -> KernelPlan:
+    s = tiles.schedule
+    assert s.consumers is not None
+    with_producer = s.roles == "producer"
+    regs = (s.registers or registers.WARPGROUP_REGISTERS[s.consumers]) if with_producer else None
+    build = Wgmma(tiles, regs)
+    roles = (build.producer(), build.consumer()) if with_producer else (build.uniform(),)
+    rings = [("q", 1), ("k", s.stages_k), ("v", s.stages_v), *([("tile", TILE_STAGES)] if tiles.dynamic else [])]
+    bars = tuple(MBar(f"{name}_{state}", stages) for name, stages in rings for state in ("full", "empty"))
+    order = (NBar("order", 1, s.consumers, 256),) if s.overlap in ("pingpong", "both") else ()
+    maps = (_map(tiles, "q", "Q", SQ, HQ), _map(tiles, "k", "K", SK, HKV), _map(tiles, "v", "V", SK, HKV))
+    return _kernel(tiles, roles, bars, order, maps)
+
+
+def _mma_sync(tiles: Tiles) -> KernelPlan:
+    q_in_registers = registers.q_fits_registers(tiles.attention, tiles.schedule)
+    return _kernel(tiles, (MmaSync(tiles, q_in_registers).role(),), (), (), ())
+
+
+def _kernel(
+    tiles: Tiles, roles: tuple[Role, ...], bars: tuple[MBar, ...], order: tuple[NBar, ...], maps: tuple[TensorMapRecipe, ...]
+) -> KernelPlan:
+    """Put the parts together: numbered steps, memory map, derived barrier counts, parameters."""
+    a, s = tiles.attention, tiles.schedule
+    roles = tuple(replace(r, body=number(r.body, r.name)) for r in roles)
+    ring = (memory.tile_ring(),) if tiles.dynamic else ()
+    smem, placed, total = memory.memory_map((*memory.tiles_of(a, s), *ring), bars)
+    dims = ("batch", "seq", "heads", "head_dim")
+    inputs = tuple(Gmem(n, a.dtype, dims, "in") for n in ("q", "k", "v"))
+    outputs = (Gmem("out", a.output_dtype, dims, "out"), Gmem("lse", "fp32", ("batch", "heads", "seq"), "out"))
+    counter = (Gmem("counter", "i32", ("2",), "workspace"),) if tiles.dynamic else ()
+    by_pointer = (*(() if maps else inputs), *outputs, *counter)
+    strided = [g.name for g in by_pointer if g.dims == dims]
+    strides = tuple(Param(f"{n}_{x}", "i64", sym(f"{n}_{x}")) for n in strided for x in ("sb", "ss", "sh"))
+    return KernelPlan(
+        name="attention",
+        threads=sum(r.threads for r in roles),
+        min_ctas=1,
+        gmem=(*inputs, *outputs, *counter),
+        pointers=tuple(g.name for g in by_pointer),
+        params=(*strides, *tiles.params()),
+        maps=maps,
+        smem=smem,
+        mbars=barriers.derive(placed, roles, smem),
+        nbars=order,
+        smem_bytes=total,
+        roles=roles,
+        grid=tiles.grid(),
+    )
+
+
+def _map(tiles: Tiles, tensor: str, tile: str, rows: Expr, heads: Expr) -> TensorMapRecipe:
+    """Tensor map of q, k or v: one box is one tile in shared memory."""
+    a = tiles.attention
+    smem = next(t for t in memory.tiles_of(a, tiles.schedule) if t.name == tile)
+    size = DTYPE_BYTES[a.dtype]
+    chunk, chunks = CHUNK_BYTES // size, smem.cols * size // CHUNK_BYTES
+    at_least_one = [maximum(x, 1) for x in (rows, heads, BATCH)]  # an empty tensor is never loaded, but its map must encode
+    stride = {x: sym(f"{tensor}_{x}") * size for x in ("ss", "sh", "sb")}
+    return TensorMapRecipe(
+        tensor,
+        a.dtype,
+        dims=(as_expr(chunk), at_least_one[0], as_expr(chunks), at_least_one[1], at_least_one[2]),
+        strides=(stride["ss"], as_expr(CHUNK_BYTES), stride["sh"], stride["sb"]),
+        box=(chunk, smem.rows, chunks, 1, 1),
+    )
+
+
+DEBUG_WORDS = 64
+DEBUG_RECORD = Workspace("debug", "i32", as_expr(DEBUG_WORDS), zeroed=False)
+"""Host-mapped: the first wait that runs out of time writes here what every role instance was doing (see debug.py)."""
+
+
+def _with_debug(kernel: KernelPlan) -> KernelPlan:
+    """Room for the debug record, and the seed of the jitter."""
+    return replace(
+        kernel,
+        gmem=(*kernel.gmem, Gmem("debug", "i32", (str(DEBUG_WORDS),), "workspace")),
+        pointers=(*kernel.pointers, "debug"),
+        params=(*kernel.params, Param("seed", "i32", sym("seed"))),
+    )

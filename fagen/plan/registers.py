@@ -1,0 +1,55 @@
+"""Registers: how many each role gets, and whether a schedule's tiles can fit them."""
+
+from __future__ import annotations
+
+from ..attention import Attention
+from ..schedule import Schedule
+from .steps import DTYPE_BYTES
+
+# setmaxnreg of (producer, consumer) by number of consumer warpgroups. The kernel is launched with 65536 / threads registers a thread
+# (rounded down to 8), and what the producer gives back is what the consumers may take.
+WARPGROUP_REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
+
+OVERHEAD = {"wgmma": 24, "mma_sync": 40}
+"""Registers beyond the tiles: row statistics, addresses, cursors, loop state. Calibrated by compiling the tile sizes at the border."""
+
+
+def launch_registers(threads: int, registers_per_sm: int = 65536) -> int:
+    """What ptxas may give every thread at launch, with one CTA an SM."""
+    return min(registers_per_sm // threads // 8 * 8, 255)
+
+
+def tile_registers(attention: Attention, schedule: Schedule) -> dict[str, int]:
+    """Registers a computing thread holds for S, P and O (and Q if there is room), by name."""
+    size = DTYPE_BYTES[attention.dtype]
+    if schedule.mma == "wgmma":
+        rows, lanes = 64, 128
+    else:
+        assert schedule.warps is not None
+        rows, lanes = schedule.tile_q // schedule.warps, 32
+    scores = rows * schedule.tile_kv // lanes
+    return {"S": scores, "P": scores * size // 4, "O": rows * attention.dv // lanes}
+
+
+def q_registers(attention: Attention, schedule: Schedule) -> int:
+    """Registers for the warp's rows of Q as an A operand (mma_sync only)."""
+    assert schedule.warps is not None
+    return schedule.tile_q // schedule.warps * attention.head_dim * DTYPE_BYTES[attention.dtype] // (32 * 4)
+
+
+def q_fits_registers(attention: Attention, schedule: Schedule) -> bool:
+    """Whether Q's fragments can stay in registers for the whole tile beside S, P and O."""
+    assert schedule.warps is not None
+    need = sum(tile_registers(attention, schedule).values()) + q_registers(attention, schedule) + OVERHEAD["mma_sync"]
+    return need <= launch_registers(schedule.warps * 32)
+
+
+def compute_registers(schedule: Schedule) -> int:
+    """Registers a computing thread may use."""
+    if schedule.mma == "mma_sync":
+        assert schedule.warps is not None
+        return launch_registers(schedule.warps * 32)
+    assert schedule.consumers is not None
+    if schedule.roles == "producer":
+        return (schedule.registers or WARPGROUP_REGISTERS[schedule.consumers])[1]
+    return launch_registers(schedule.consumers * 128)

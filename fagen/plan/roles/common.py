@@ -1,0 +1,33 @@
+"""What every computing role does at a tile's two ends."""
+
+from __future__ import annotations
+
+from ..expr import sym
+from ..steps import Body, Fill, Finalise, Let, Limits, StoreOut, StoreRow
+from ..tiles import SQ, B, H, M, Tiles, W
+
+ROW0 = sym("row0")
+"""First query row of the role instance."""
+HEAD_KV = H // sym("group")
+"""KV head of query head h: query heads h, h + 1, … of a group share one."""
+
+
+def setup(tiles: Tiles, rows: int) -> Body:
+    """Decode the tile, limits of the mask, O = 0, m = −∞, l = 0. An instance owns `rows` query rows."""
+    return (
+        *tiles.decode(),
+        Let(var="row0", value=M * tiles.schedule.tile_q + W * rows, why="first query row of this instance"),
+        Limits(dst="last_key", first_row=ROW0, limit=tiles.key_limit()),
+        Fill(dst="O", value=0.0),
+        Fill(dst="m_ref", value=float("-inf")),
+        Fill(dst="l_sum", value=0.0),
+    )
+
+
+def epilogue() -> Body:
+    """Normalise and write out and lse. A row that saw no key has l = 0: out 0, lse −∞."""
+    return (
+        Finalise(o="O", m="m_ref", l="l_sum", lse="lse"),
+        StoreOut(src="O", dst="out", first_row=ROW0, limit=SQ, head=H, batch=B),
+        StoreRow(src="lse", dst="lse", first_row=ROW0, limit=SQ, head=H, batch=B),
+    )

@@ -1,0 +1,288 @@
+"""The Hopper roles: a TMA producer, and warpgroups that compute with WGMMA; or warpgroups that do both (uniform).
+
+The consumer's tile is prologue, steady loop(s), tail. What `overlap` changes is which products are in flight during the softmax:
+
+  none       QK · wait · softmax · PV · wait
+  within     the loop is rotated: QK(j) and PV(j+1) are issued together, softmax(j) runs under PV(j+1)
+  pingpong   rotated; both products are waited for, the softmax runs under the *other* warpgroup's products, which named
+             barriers keep in turn
+  both       within and ping-pong (FlashAttention-3, algorithm 2 and section 3.1)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..expr import Expr, as_expr, eq, minimum, sym
+from ..steps import (
+    Advance,
+    Arrive,
+    Body,
+    Cursor,
+    Elected,
+    Frag,
+    If,
+    Let,
+    Loop,
+    Mask,
+    Mma,
+    MmaWait,
+    NArrive,
+    OnlineSoftmax,
+    Pack,
+    Rescale,
+    Role,
+    Slot,
+    Sync,
+    TmaLoad,
+    Wait,
+)
+from ..tiles import B, H, J, M, N, Tiles, W
+from .common import HEAD_KV, ROW0, epilogue, setup
+
+LAST = as_expr(0)
+
+
+@dataclass(frozen=True)
+class Wgmma:
+    """Builds the roles of one schedule. `registers` is (producer, consumer), or None for uniform roles."""
+
+    tiles: Tiles
+    registers: tuple[int, int] | None
+
+    # operands -------------------------------------------------------------------------------------------------------------
+
+    def _q(self) -> Slot:
+        return Slot("Q", "q", holds=M * self.tiles.schedule.tile_q, row=W * 64)
+
+    def _k(self, j: Expr) -> Slot:
+        return Slot("K", "k", holds=j * self.tiles.schedule.tile_kv)
+
+    def _v(self, j: Expr) -> Slot:
+        return Slot("V", "v", holds=j * self.tiles.schedule.tile_kv)
+
+    def _qk(self, j: Expr, why: str = "") -> Mma:
+        return Mma(name="qk", d="S", a=self._q(), b=self._k(j), accumulate=False, trans_b=False, unit="wgmma", why=why)
+
+    def _pv(self, j: Expr, why: str = "") -> Mma:
+        return Mma(name="pv", d="O", a="P", b=self._v(j), accumulate=True, trans_b=True, unit="wgmma", why=why)
+
+    # loads ----------------------------------------------------------------------------------------------------------------
+
+    def _load_q(self) -> Body:
+        q = Slot("Q", "load_q")
+        row = M * self.tiles.schedule.tile_q
+        return (
+            Wait(bar="q_empty", cursor="load_q"),
+            TmaLoad(name="load_q", src="q", dst=q, full="q_full", seq=row, head=H, batch=B, hint="evict_first"),
+            Advance(cursor="load_q"),
+        )
+
+    def _load(self, tensor: str, j: Expr) -> Body:
+        cursor, row = f"load_{tensor}", j * self.tiles.schedule.tile_kv
+        dst = Slot(tensor.upper(), cursor)
+        return (
+            Wait(bar=f"{tensor}_empty", cursor=cursor),
+            TmaLoad(name=cursor, src=tensor, dst=dst, full=f"{tensor}_full", seq=row, head=HEAD_KV, batch=B, hint="evict_last"),
+            Advance(cursor=cursor),
+        )
+
+    def producer(self) -> Role:
+        """K(n−1), Q, then K(j−1) and V(j) in turn from the last block to the first: the order in which consumers need them."""
+        steady = Loop(
+            var="j", first=N - 1, last=as_expr(1), step=-1, segment="steady", body=(*self._load("k", J - 1), *self._load("v", J))
+        )
+        some = (
+            *self._load("k", N - 1),
+            *self._load_q(),
+            steady,
+            *self.tiles.claim("next"),
+            *self._load("v", LAST),
+        )
+        tile = (*self.tiles.decode(), If(name="tile", cond=N > 0, then=some, orelse=self.tiles.claim("next")))
+        cursors = (*self._load_cursors(), *self.tiles.ring_cursors("put_t"))
+        assert self.registers is not None
+        return Role("producer", 1, 4, True, self.registers[0], (), cursors, self.tiles.producer_loop(tile))
+
+    def _load_cursors(self) -> tuple[Cursor, ...]:
+        s = self.tiles.schedule
+        return Cursor("load_q", 1, 1), Cursor("load_k", s.stages_k, 1), Cursor("load_v", s.stages_v, 1)
+
+    # compute --------------------------------------------------------------------------------------------------------------
+
+    def consumer(self) -> Role:
+        s = self.tiles.schedule
+        assert self.registers is not None and s.consumers is not None
+        cursors = (*self._read_cursors(), *self.tiles.ring_cursors("get_t"))
+        body = self.tiles.consumer_loop(self._tile())
+        if s.overlap in ("pingpong", "both"):
+            last = eq(W, s.consumers - 1)
+            body = (
+                If(name="start", cond=last, then=(NArrive(bar="order", index=LAST, why="lets the first warpgroup start"),)),
+                *body,
+                If(name="drain", cond=eq(W, 0), then=(Sync(bar="order", index=LAST, why="takes the arrival left over"),)),
+            )
+        return Role("consumer", s.consumers, 4, False, self.registers[1], self._frags(), cursors, body)
+
+    def uniform(self) -> Role:
+        """One kind of warpgroup: thread 0 of the first also issues the loads, `stages` blocks ahead of their use."""
+        s = self.tiles.schedule
+        assert s.consumers is not None
+        cursors = (*self._load_cursors(), *self._read_cursors(), *self.tiles.ring_cursors("put_t", "get_t"))
+        body = self.tiles.uniform_loop(self._tile())
+        return Role("warpgroup", s.consumers, 4, False, None, self._frags(), cursors, body)
+
+    def _read_cursors(self) -> tuple[Cursor, ...]:
+        s = self.tiles.schedule
+        return Cursor("q", 1, 0), Cursor("k", s.stages_k, 0), Cursor("v", s.stages_v, 0)
+
+    def _frags(self) -> tuple[Frag, ...]:
+        a, s = self.tiles.attention, self.tiles.schedule
+        return (
+            Frag("S", 64, s.tile_kv, "fp32", "acc64"),
+            Frag("O", 64, a.dv, "fp32", "acc64"),
+            Frag("P", 64, s.tile_kv, a.dtype, "a64"),
+            *(Frag(name, 64, 1, "fp32", "row64") for name in ("m_ref", "l_sum", "alpha", "lse")),
+            Frag("last_key", 64, 1, "i32", "row64"),
+        )
+
+    @property
+    def _is_uniform(self) -> bool:
+        return self.registers is None
+
+    def _ahead(self, tensor: str, stages: int) -> Body:
+        """Uniform roles: the loads that fill a fresh ring, blocks n−1, n−2, …"""
+        first, *others = (self._load(tensor, N - 1 - s) for s in range(stages))
+        return (*first, *(If(name=f"ahead_{tensor}", cond=s < N, then=x) for s, x in enumerate(others, 1)))
+
+    def _refill(self, tensor: str, stages: int, j: Expr) -> Body:
+        """Uniform roles: once block j is released, its slot takes block j − stages."""
+        if not self._is_uniform:
+            return ()
+        load = If(name="more", cond=stages <= J, then=self._load(tensor, J - stages))
+        if j != J:
+            load = If(name="more", cond=j >= stages, then=self._load(tensor, j - stages))
+        return (Elected(name=f"refill_{tensor}", body=(load,)),)
+
+    def _release(self, tensor: str, j: Expr) -> Body:
+        stages = self.tiles.schedule.stages_k if tensor == "k" else self.tiles.schedule.stages_v
+        return (
+            Arrive(bar=f"{tensor}_empty", cursor=tensor),
+            Advance(cursor=tensor),
+            *self._refill(tensor, stages, j),
+        )
+
+    def _softmax(self, j: Expr, masked: bool, first: bool = False) -> Body:
+        mask = (Mask(s="S", limits="last_key", first_key=j * self.tiles.schedule.tile_kv),) if masked else ()
+        soft = OnlineSoftmax(s="S", m="m_ref", l="l_sum", alpha="alpha", scale_log2=self.tiles.attention.scale_log2, first=first)
+        return (*mask, soft)
+
+    def _in_turn(self, *products: Mma | Wait) -> Body:
+        """Ping-pong: the products of a warpgroup are issued in its turn, then the turn goes to the next one."""
+        s = self.tiles.schedule
+        if s.overlap not in ("pingpong", "both"):
+            return products
+        assert s.consumers is not None
+        return (
+            Sync(bar="order", index=W, why="this warpgroup's turn to issue products"),
+            *products,
+            NArrive(bar="order", index=(W + 1) % s.consumers),
+        )
+
+    def _tile(self) -> Body:
+        """Everything a computing warpgroup does for one tile."""
+        t, s = self.tiles, self.tiles.schedule
+        fill_rings = (*self._load_q(), *self._ahead("k", s.stages_k), *self._ahead("v", s.stages_v))
+        loads: Body = (Elected(name="fill", body=fill_rings),) if self._is_uniform else ()
+        blocks = self._blocks_in_order() if s.overlap == "none" else self._blocks_rotated()
+        work = (*loads, Wait(bar="q_full", cursor="q"), *blocks)
+        claim = (Elected(name="claim", body=self.tiles.claim("next")),) if self._is_uniform and t.dynamic else ()
+        return (
+            *setup(t, 64),
+            If(name="tile", cond=N > 0, then=work),
+            *claim,
+            *epilogue(),
+        )
+
+    def _release_q(self) -> Body:
+        return Arrive(bar="q_empty", cursor="q", why="the last product that reads Q is done"), Advance(cursor="q")
+
+    def _segments(self, first: Expr, block: dict[bool, Body], always_masked: bool) -> Body:
+        """The loop over blocks first … 0 in two segments: blocks that need the mask, then clean ones."""
+        clean = self.tiles.clean_blocks(ROW0)
+        masked = Loop(
+            var="j", first=first, last=sym("clean"), step=-1, segment="masked", body=block[True], why="right edge of the mask"
+        )
+        steady = Loop(var="j", first=minimum(first, sym("clean") - 1), last=LAST, step=-1, segment="steady", body=block[False])
+        let = Let(var="clean", value=clean, why="blocks below this one are seen whole")
+        if always_masked:
+            return (let, masked, steady)
+        # The full mask: only the last block can be ragged, and the prologue has done it.
+        return (Loop(var="j", first=first, last=LAST, step=-1, segment="steady", body=block[False]),)
+
+    def _blocks_in_order(self) -> Body:
+        block = {masked: self._block_in_order(masked) for masked in (True, False)}
+        return (*self._segments(N - 1, block, always_masked=True), *self._release_q())
+
+    def _block_in_order(self, masked: bool) -> Body:
+        return (
+            Wait(bar="k_full", cursor="k"),
+            self._qk(J),
+            MmaWait(pending=0, ready=("S",)),
+            *self._release("k", J),
+            *self._softmax(J, masked),
+            Pack(p="P", s="S"),
+            Rescale(o="O", alpha="alpha"),
+            Wait(bar="v_full", cursor="v"),
+            self._pv(J),
+            MmaWait(pending=0, ready=("O", "P")),
+            *self._release("v", J),
+        )
+
+    def _blocks_rotated(self) -> Body:
+        prologue = (
+            Wait(bar="k_full", cursor="k"),
+            *self._in_turn(self._qk(N - 1)),
+            MmaWait(pending=0, ready=("S",)),
+            *self._release("k", N - 1),
+            *self._softmax(N - 1, masked=True, first=True),
+            Pack(p="P", s="S"),
+        )
+        build = self._block_waited if self.tiles.schedule.overlap == "pingpong" else self._block_overlapped
+        block = {masked: build(masked) for masked in (True, False)}
+        tail = (
+            *self._release_q(),
+            Wait(bar="v_full", cursor="v"),
+            self._pv(LAST),
+            MmaWait(pending=0, ready=("O", "P")),
+            *self._release("v", LAST),
+        )
+        return (*prologue, *self._segments(N - 2, block, always_masked=self.tiles.attention.causal), *tail)
+
+    def _block_overlapped(self, masked: bool) -> Body:
+        """within, both: the softmax of block j runs while P(j+1)·V(j+1) is in flight."""
+        return (
+            Wait(bar="k_full", cursor="k"),
+            *self._in_turn(self._qk(J), Wait(bar="v_full", cursor="v"), self._pv(J + 1)),
+            MmaWait(pending=1, ready=("S",), why="the scores are there, P·V still runs"),
+            *self._release("k", J),
+            *self._softmax(J, masked),
+            MmaWait(pending=0, ready=("O", "P")),
+            *self._release("v", J + 1),
+            Pack(p="P", s="S"),
+            Rescale(o="O", alpha="alpha"),
+        )
+
+    def _block_waited(self, masked: bool) -> Body:
+        """pingpong: both products are done before the softmax, which runs under the other warpgroup's."""
+        return (
+            Wait(bar="v_full", cursor="v"),
+            Wait(bar="k_full", cursor="k"),
+            *self._in_turn(self._pv(J + 1), self._qk(J)),
+            MmaWait(pending=0, ready=("O", "P", "S")),
+            *self._release("v", J + 1),
+            *self._release("k", J),
+            *self._softmax(J, masked),
+            Pack(p="P", s="S"),
+            Rescale(o="O", alpha="alpha"),
+        )

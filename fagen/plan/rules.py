@@ -1,0 +1,286 @@
+"""Which pairs of attention and schedule are legal, and what to say of the others.
+
+Three layers, each checked only if the one before it holds: *values* (every field by itself), *structure* (fields together) and
+*resources* (shared memory, registers, barriers). `check` raises one ScheduleError with every violation of the first failing layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ..attention import Attention
+from ..errors import ScheduleError, Violation
+from ..schedule import Schedule
+from ..target import TARGETS, target
+from . import registers
+from .memory import BARRIER_BYTES, tile_bytes
+
+CHOICES: dict[str, tuple[object, ...]] = {
+    # attention
+    "dtype": ("bf16", "fp16", "e4m3"),
+    "out_dtype": (None, "bf16", "fp16"),
+    "mask": ("full", "causal", "window"),
+    "sink": (False, True),
+    # schedule
+    "arch": tuple(TARGETS),
+    "loop_order": ("q_outer", "kv_outer"),
+    "parallelism": ("batch_heads", "query_tiles", "persistent_static", "persistent_dynamic", "kv_splits"),
+    "partition": ("split_q", "split_kv"),
+    "roles": ("uniform", "producer"),
+    "warps": (None, 1, 2, 4, 8),
+    "consumers": (None, 1, 2, 3, 4),
+    "movement": ("ld_st", "cp_async", "tma"),
+    "mma": ("mma_sync", "wgmma"),
+    "p_operand": ("registers", "shared"),
+    "overlap": ("none", "within", "pingpong", "both"),
+    "softmax": ("fused", "three_pass", "two_pass"),
+    "normalise": ("once", "each_step"),
+    "reference": ("running", "stale"),
+    "scale_granularity": (None, "tensor", "head", "block"),
+    "hadamard": (False, True),
+    "v_transposed": (False, True),
+}
+"""Fields that take one of a few values."""
+
+NOT_YET: dict[str, tuple[object, ...]] = {
+    "dtype": ("e4m3",),
+    "mask": ("window",),
+    "sink": (True,),
+    "loop_order": ("kv_outer",),
+    "parallelism": ("kv_splits",),
+    "partition": ("split_kv",),
+    "movement": ("ld_st",),
+    "p_operand": ("shared",),
+    "softmax": ("three_pass", "two_pass"),
+    "normalise": ("each_step",),
+    "reference": ("stale",),
+    "scale_granularity": ("tensor", "head", "block"),
+    "hadamard": (True,),
+    "v_transposed": (True,),
+}
+"""Values of the design that no kernel honours yet: rejected with code not-yet. The knob walk holds this list."""
+
+NOT_YET_SET = ("window", "softcap", "promote_every")
+"""Fields that must stay None until a kernel honours them."""
+
+HEAD_DIMS = (64, 128, 256)
+MAX_STAGES = 4
+MAX_TILE_KV = 256
+
+
+def check(attention: Attention, schedule: Schedule) -> None:
+    """Raise ScheduleError with all violations of the first layer that has any."""
+    for layer in (values, structure, resources):
+        found = tuple(layer(attention, schedule))
+        if found:
+            raise ScheduleError(found)
+
+
+# values -----------------------------------------------------------------------------------------------------------------
+
+
+def values(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
+    """Every field by itself."""
+    for value in (attention, schedule):
+        for name in value.field_names():
+            yield from _choice(name, getattr(value, name))
+    a = attention
+    if not _is_int(a.head_dim) or a.head_dim not in HEAD_DIMS:
+        yield _nearest_int("head-dim", "head_dim", a.head_dim, HEAD_DIMS, "is not supported")
+    elif a.head_dim_v is not None and (not _is_int(a.head_dim_v) or a.head_dim_v != a.head_dim):
+        message = f"{a.head_dim_v!r} differs from head_dim {a.head_dim}; V must have as many columns as Q and K"
+        yield Violation("head-dim-v", "head_dim_v", message, (None, a.head_dim))
+    if a.scale is not None and not (_is_number(a.scale) and math.isfinite(a.scale) and a.scale > 0):
+        yield Violation(
+            "scale",
+            "scale",
+            f"{a.scale!r} is not a positive finite number",
+            (None, a.head_dim**-0.5 if _is_int(a.head_dim) and a.head_dim > 0 else 1.0),
+        )
+    s = schedule
+    for name, step in (("tile_q", 16), ("tile_kv", 16)):
+        size = getattr(s, name)
+        if not _is_int(size) or size <= 0 or size % step or size > MAX_TILE_KV:
+            legal = tuple(range(step, MAX_TILE_KV + 1, step))
+            yield _nearest_int(
+                name.replace("_", "-"), name, size, legal, f"is not a multiple of {step} between {step} and {MAX_TILE_KV}"
+            )
+    stages = s.stages if isinstance(s.stages, tuple) else (s.stages, s.stages)
+    if len(stages) != 2 or not all(_is_int(x) and 1 <= x <= MAX_STAGES for x in stages):
+        message = f"{s.stages!r} is neither a number from 1 to {MAX_STAGES} nor a (K, V) pair of such numbers"
+        yield Violation("stages", "stages", message, tuple(range(1, MAX_STAGES + 1)))
+    if s.registers is not None and (
+        not isinstance(s.registers, tuple)
+        or len(s.registers) != 2
+        or not all(_is_int(r) and 24 <= r <= 256 and r % 8 == 0 for r in s.registers)
+    ):
+        message = f"{s.registers!r} is not a (producer, consumer) pair of multiples of 8 from 24 to 256"
+        yield Violation("registers", "registers", message, tuple(registers.WARPGROUP_REGISTERS.values()))
+
+
+def _choice(name: str, value: object) -> Iterator[Violation]:
+    code = name.replace("_", "-")
+    if name in NOT_YET_SET and value is not None:
+        yield Violation("not-yet", name, f"{value!r} is part of the design, but no kernel honours it yet", (None,))
+    if name not in CHOICES:
+        return
+    ready = tuple(c for c in CHOICES[name] if c not in NOT_YET.get(name, ()))
+    if not any(value == c and type(value) is type(c) for c in CHOICES[name]):
+        yield Violation(code, name, f"{value!r} is not one of {', '.join(repr(c) for c in CHOICES[name])}", ready)
+    elif value not in ready:
+        yield Violation("not-yet", name, f"{value!r} is part of the design, but no kernel honours it yet", ready)
+
+
+# structure --------------------------------------------------------------------------------------------------------------
+
+
+def structure(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
+    """Fields together: the matrix of legal combinations."""
+    s, t = schedule, target(schedule.arch)
+    if s.mma not in t.matrix_units:
+        fits = tuple(x.arch for x in TARGETS.values() if s.mma in x.matrix_units)
+        yield Violation("arch-mma", "arch", f"{s.arch} runs {' and '.join(t.matrix_units)} kernels, not {s.mma}", fits)
+    movements = ("tma",) if s.mma == "wgmma" else ("ld_st", "cp_async")
+    if s.movement not in movements:
+        ready = tuple(m for m in movements if m not in NOT_YET["movement"])
+        yield Violation(
+            "mma-movement", "movement", f"{s.mma} takes its operands by {' or '.join(movements)}, not {s.movement}", ready
+        )
+    if s.mma == "wgmma":
+        yield from _structure_wgmma(s)
+    else:
+        yield from _structure_mma_sync(attention, s)
+
+
+def _structure_wgmma(s: Schedule) -> Iterator[Violation]:
+    if s.warps is not None:
+        yield Violation("warps", "warps", f"{s.warps} given, but a wgmma kernel is sized by `consumers`", (None,))
+    if s.consumers is None:
+        yield Violation("consumers", "consumers", "a wgmma kernel needs the number of warpgroups that compute", (1, 2, 3, 4))
+    elif s.tile_q != 64 * s.consumers:
+        message = f"{s.tile_q} is not 64 rows for each of {s.consumers} warpgroups"
+        yield Violation("tile-q", "tile_q", message, (64 * s.consumers,))
+    if s.roles == "uniform":
+        if s.overlap not in ("none", "within"):
+            yield Violation("overlap", "overlap", f"{s.overlap!r} needs roles 'producer'", ("none", "within"))
+        if s.registers is not None:
+            yield Violation(
+                "registers", "registers", f"{s.registers} given, but uniform roles keep what they are launched with", (None,)
+            )
+    elif s.overlap in ("pingpong", "both") and s.consumers == 1:
+        yield Violation(
+            "overlap", "overlap", f"{s.overlap!r} takes turns between at least 2 consumers, there is 1", ("none", "within")
+        )
+    if s.parallelism == "batch_heads":
+        legal = ("query_tiles", "persistent_static", "persistent_dynamic")
+        yield Violation("parallelism", "parallelism", "'batch_heads' is for mma_sync kernels", legal)
+
+
+def _structure_mma_sync(a: Attention, s: Schedule) -> Iterator[Violation]:
+    if s.consumers is not None:
+        yield Violation("consumers", "consumers", f"{s.consumers} given, but an mma_sync kernel is sized by `warps`", (None,))
+    if s.warps is None:
+        yield Violation("warps", "warps", "an mma_sync kernel needs its number of warps", (1, 2, 4, 8))
+    elif s.tile_q % (16 * s.warps):
+        step = 16 * s.warps
+        yield _nearest_int(
+            "tile-q",
+            "tile_q",
+            s.tile_q,
+            tuple(range(step, MAX_TILE_KV + 1, step)),
+            f"is not a multiple of 16 rows for each of {s.warps} warps",
+        )
+    elif s.tile_kv * a.head_dim // 8 % (32 * s.warps):
+        step = 32 * s.warps * 8 // a.head_dim
+        message = (
+            f"gives {s.tile_kv * a.head_dim // 8} copies of 16 bytes a block, which {32 * s.warps} threads cannot share evenly"
+        )
+        yield _nearest_int("tile-kv", "tile_kv", s.tile_kv, tuple(range(step, MAX_TILE_KV + 1, step)), message)
+    for field, legal in (("roles", "uniform"), ("overlap", "none")):
+        if getattr(s, field) != legal:
+            yield Violation(field, field, f"{getattr(s, field)!r} needs wgmma; mma.sync is synchronous", (legal,))
+    if s.registers is not None:
+        yield Violation("registers", "registers", f"{s.registers} given, but setmaxnreg needs wgmma and roles 'producer'", (None,))
+    if s.parallelism.startswith("persistent"):
+        yield Violation("parallelism", "parallelism", f"{s.parallelism!r} is for wgmma kernels", ("batch_heads", "query_tiles"))
+
+
+# resources --------------------------------------------------------------------------------------------------------------
+
+
+def resources(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
+    """Shared memory and registers."""
+    s, t = schedule, target(schedule.arch)
+    need = tile_bytes(attention, s) + BARRIER_BYTES
+    if need > t.smem_bytes:
+        message = f"Q, {s.stages_k} K and {s.stages_v} V tiles and barriers need {need} bytes of shared memory, {t.arch} has {t.smem_bytes}"
+        fitting = _fitting(attention, s, lambda x: tile_bytes(attention, x) + BARRIER_BYTES <= t.smem_bytes)
+        yield Violation("smem", "tile_kv", message, fitting)
+    yield from _register_pool(s, t.registers_per_sm)
+    parts = registers.tile_registers(attention, s)
+    have, spare = registers.compute_registers(s), registers.OVERHEAD[s.mma]
+    if sum(parts.values()) + spare > have:
+        sizes = " + ".join(f"{n} {r}" for n, r in parts.items())
+        message = f"{sizes} registers and about {spare} more a thread exceed the {have} a computing thread has"
+
+        def fits(x: Schedule) -> bool:
+            return sum(registers.tile_registers(attention, x).values()) + spare <= have
+
+        yield Violation("registers", "tile_kv", message, _fitting(attention, s, fits))
+
+
+def _register_pool(s: Schedule, pool: int) -> Iterator[Violation]:
+    """setmaxnreg moves registers inside what the CTA was launched with; it waits for ever for more."""
+    if s.roles != "producer" or s.registers is None:
+        return
+    assert s.consumers is not None
+    threads = 128 * (s.consumers + 1)
+    launched = registers.launch_registers(threads, pool) * threads if threads > 256 else 256 * threads
+    producer, consumer = s.registers
+    need = 128 * (producer + s.consumers * consumer)
+    if need > launched:
+        best = (launched // 128 - producer) // s.consumers // 8 * 8
+        message = f"128·({producer} + {s.consumers}·{consumer}) = {need} registers exceed the {launched} the CTA is launched with"
+        yield Violation("register-pool", "registers", message, ((producer, best), registers.WARPGROUP_REGISTERS[s.consumers]))
+    if consumer < producer:
+        yield Violation(
+            "registers",
+            "registers",
+            f"the consumer gets {consumer}, less than the producer's {producer}",
+            (registers.WARPGROUP_REGISTERS[s.consumers],),
+        )
+
+
+# helpers ----------------------------------------------------------------------------------------------------------------
+
+
+def _fitting(attention: Attention, s: Schedule, fits: object) -> tuple[str, ...]:
+    """Changes of one knob that make `fits` true: the largest smaller tile_kv, fewer stages."""
+    assert callable(fits)
+    out = []
+    for kv in range(s.tile_kv - 16, 0, -16):
+        x = s.replace(tile_kv=kv)
+        if fits(x) and not tuple(structure(attention, x)):
+            out.append(f"tile_kv={kv}")
+            break
+    for stages in range(max(s.stages_k, s.stages_v) - 1, 0, -1):
+        if fits(s.replace(stages=stages)):
+            out.append(f"stages={stages}")
+            break
+    return tuple(out)
+
+
+def _nearest_int(code: str, field: str, value: object, legal: tuple[int, ...], what: str) -> Violation:
+    near = sorted(legal, key=lambda x: abs(x - value))[:3] if isinstance(value, (int, float)) and value == value else legal
+    if len(legal) <= 4:
+        near = list(legal)
+    return Violation(code, field, f"{value!r} {what}", tuple(near))
+
+
+def _is_int(x: object) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool)
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)

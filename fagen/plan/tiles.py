@@ -1,0 +1,197 @@
+"""Which tiles there are, who owns them and in which order: the steps around every role's per-tile body.
+
+A tile is a (query tile m, head h, batch b). Under a causal mask the tiles are numbered longest first, inside sections of as many
+(batch, head) pairs as have K and V fit the L2 cache together (FlashAttention-3's order); otherwise query tiles of a head follow
+one another, so that CTAs running side by side share its K and V.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..attention import Attention
+from ..schedule import Schedule
+from ..target import Target
+from .expr import Expr, as_expr, ceildiv, maximum, minimum, pow2floor, sym
+from .kernel import Param, Workspace
+from .steps import (
+    DTYPE_BYTES,
+    Advance,
+    Arrive,
+    Body,
+    Break,
+    ClaimTile,
+    Cursor,
+    Elected,
+    Forever,
+    GetTile,
+    Let,
+    Loop,
+    PutTile,
+    ResetCounter,
+    Set,
+    Slot,
+    Var,
+    Wait,
+)
+
+CTA, N_CTAS, W = sym("cta"), sym("n_ctas"), sym("w")
+SQ, SK, BATCH, HQ, HKV = sym("sq"), sym("sk"), sym("batch"), sym("hq"), sym("hkv")
+TILE, M, H, B, N, J = sym("tile"), sym("m"), sym("h"), sym("b"), sym("n"), sym("j")
+N_M, TOTAL, SECTION = sym("n_m"), sym("total"), sym("section_heads")
+
+L2_SHARE = 2  # a section's K and V may fill 1 / L2_SHARE of the L2 cache
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """The tile arithmetic of one (attention, schedule): parameters for the host, steps for the roles."""
+
+    attention: Attention
+    schedule: Schedule
+    target: Target
+
+    @property
+    def dynamic(self) -> bool:
+        return self.schedule.parallelism == "persistent_dynamic"
+
+    def params(self) -> tuple[Param, ...]:
+        """Scalars the decode needs, computed once on the host."""
+        a, s = self.attention, self.schedule
+        out = [
+            Param("sq", "i32", SQ),
+            Param("sk", "i32", SK),
+            Param("hq", "i32", HQ),
+            Param("group", "i32", maximum(HQ // maximum(HKV, 1), 1)),
+            Param("n_m", "i32", ceildiv(SQ, s.tile_q)),
+            Param("total", "i32", N_M * BATCH * HQ),
+        ]
+        if s.parallelism == "batch_heads":
+            return tuple(p for p in out if p.name != "total")
+        if a.causal:
+            kv_bytes = maximum(SK * ((a.head_dim + a.dv) * DTYPE_BYTES[a.dtype]), 1)
+            fit = minimum(BATCH * HQ, (self.target.l2_bytes // L2_SHARE) // kv_bytes)
+            out += [Param("pairs", "i32", BATCH * HQ), Param("section_heads", "i32", pow2floor(maximum(fit, 1)))]
+        return tuple(out)
+
+    def grid(self) -> Expr:
+        if self.schedule.parallelism == "batch_heads":
+            return BATCH * HQ
+        if self.schedule.parallelism == "query_tiles":
+            return TOTAL
+        return minimum(sym("num_sms"), TOTAL)
+
+    def workspaces(self) -> tuple[Workspace, ...]:
+        return (Workspace("counter", "i32", as_expr(2), zeroed=True),) if self.dynamic else ()
+
+    # the steps ----------------------------------------------------------------------------------------------------------
+
+    def decode(self) -> Body:
+        """From `tile` (or, for batch_heads, `cta` and `m`) to m, h, b and the number of key blocks n."""
+        s = self.schedule
+        head: list[Let]
+        if s.parallelism == "batch_heads":
+            head = [Let(var="pair", value=CTA)]
+        elif self.attention.causal:
+            per, first = SECTION * N_M, sym("section") * SECTION
+            head = [
+                Let(var="section", value=TILE // per, why="heads whose K and V share the L2 cache"),
+                Let(var="heads", value=minimum(SECTION, sym("pairs") - first), why="the last section may be smaller"),
+                Let(var="rest", value=TILE - sym("section") * per),
+                Let(var="rank", value=sym("rest") // sym("heads")),
+                Let(var="m", value=N_M - 1 - sym("rank"), why="longest first"),
+                Let(var="pair", value=first + sym("rest") - sym("rank") * sym("heads")),
+            ]
+        else:
+            head = [
+                Let(var="pair", value=TILE // N_M),
+                Let(var="m", value=TILE - sym("pair") * N_M, why="query tiles of a head run side by side and share its K and V"),
+            ]
+        return (
+            *head,
+            Let(var="b", value=sym("pair") // HQ),
+            Let(var="h", value=sym("pair") - B * HQ),
+            Let(var="n", value=ceildiv(self.key_end(), s.tile_kv), why="key blocks this tile sees"),
+        )
+
+    def key_end(self) -> Expr:
+        """One past the last key that any row of tile m sees."""
+        if self.attention.causal:
+            return minimum(SK, maximum((M + 1) * self.schedule.tile_q + SK - SQ, 0))
+        return SK
+
+    def key_limit(self) -> Expr:
+        """The last key that row `row` sees."""
+        return minimum(sym("row") + (SK - SQ), SK - 1) if self.attention.causal else SK - 1
+
+    def clean_blocks(self, first_row: Expr) -> Expr:
+        """Leading key blocks that every row from first_row on sees whole: they need no mask."""
+        if self.attention.causal:
+            return minimum(SK, maximum(first_row + SK - SQ + 1, 0)) // self.schedule.tile_kv
+        return SK // self.schedule.tile_kv
+
+    # the loops around a tile's body ---------------------------------------------------------------------------------------
+
+    def loop(self, body: Body) -> Body:
+        """`body` (which starts with `decode`) for each tile a CTA owns, where ownership is known without asking."""
+        s = self.schedule
+        if s.parallelism == "batch_heads":
+            return (Loop(var="m", first=N_M - 1, last=as_expr(0), step=-1, body=body, segment="tiles"),)
+        if s.parallelism == "query_tiles":
+            return (Let(var="tile", value=CTA), *body)
+        return (Loop(var="tile", first=CTA, last=TOTAL - 1, step=N_CTAS, body=body, segment="tiles"),)
+
+    def put_tile(self, tile: Expr) -> Body:
+        """Hand a tile number to the other roles through the tile ring."""
+        return (
+            Wait(bar="tile_empty", cursor="put_t"),
+            PutTile(dst=Slot("tile_id", "put_t"), value=tile),
+            Arrive(bar="tile_full", cursor="put_t", who="thread"),
+            Advance(cursor="put_t"),
+        )
+
+    def get_tile(self) -> Body:
+        """Take the next tile number from the ring."""
+        return (
+            Wait(bar="tile_full", cursor="get_t"),
+            GetTile(var="tile", src=Slot("tile_id", "get_t")),
+            Arrive(bar="tile_empty", cursor="get_t"),
+            Advance(cursor="get_t"),
+            Break(cond=TILE >= TOTAL),
+        )
+
+    def claim(self, var: str) -> Body:
+        why = "late: claiming at a tile's start would bind a second tile to this CTA"
+        return (ClaimTile(var=var, counter="counter", why=why),) if self.dynamic else ()
+
+    def producer_loop(self, body: Body) -> Body:
+        """Around the producer's body, which must `claim("next")` somewhere."""
+        if not self.dynamic:
+            return self.loop(body)
+        inner = (*self.put_tile(TILE), Break(cond=TILE >= TOTAL), Var(var="next", value=TOTAL), *body)
+        return (
+            Var(var="tile", value=CTA),
+            Forever(name="tiles", body=(*inner, Set(var="tile", value=sym("next")))),
+            ResetCounter(counter="counter"),
+        )
+
+    def consumer_loop(self, body: Body) -> Body:
+        return (Forever(name="tiles", body=(*self.get_tile(), *body)),) if self.dynamic else self.loop(body)
+
+    def uniform_loop(self, body: Body) -> Body:
+        """Roles are alike: one elected thread claims and puts, all take. `body` must claim("next") in an Elected step."""
+        if not self.dynamic:
+            return self.loop(body)
+        inner = (Elected(name="put", body=self.put_tile(sym("next"))), *self.get_tile(), *body)
+        return (
+            Var(var="next", value=CTA),
+            Forever(name="tiles", body=inner),
+            Elected(name="reset", body=(ResetCounter(counter="counter"),)),
+        )
+
+    def ring_cursors(self, *names: str) -> tuple[Cursor, ...]:
+        start = {"put_t": 1, "get_t": 0}
+        return tuple(Cursor(n, TILE_STAGES, start[n]) for n in names) if self.dynamic else ()
+
+
+TILE_STAGES = 2  # the producer may be one tile ahead
