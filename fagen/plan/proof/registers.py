@@ -1,0 +1,91 @@
+"""Rule (c): what a step reads and writes in registers, and which registers an asynchronous product still owns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from .. import steps as S
+
+Uses = tuple[tuple[str, ...], tuple[str, ...]]
+
+_USES: dict[type[S.Step], Callable[[Any], Uses]] = {
+    S.LoadFrag: lambda s: ((), (s.dst,)),
+    S.StoreOut: lambda s: ((s.src,), ()),
+    S.StoreRow: lambda s: ((s.src,), ()),
+    S.Fill: lambda s: ((), (s.dst,)),
+    S.Limits: lambda s: ((), (s.dst,)),
+    S.Mask: lambda s: ((s.s, s.limits), (s.s,)),
+    S.OnlineSoftmax: lambda s: ((s.s,), (s.s, s.m, s.l)) if s.first else ((s.s, s.m, s.l), (s.s, s.m, s.l, s.alpha)),
+    S.Pack: lambda s: ((s.s,), (s.p,)),
+    S.Rescale: lambda s: ((s.o, s.alpha), (s.o,)),
+    S.Finalise: lambda s: ((s.o, s.m, s.l), (s.o, s.lse)),
+}
+REGISTER_STEPS = (S.Fill, S.Limits, S.Mask, S.OnlineSoftmax, S.Pack, S.Rescale, S.Finalise, S.StoreOut, S.StoreRow)
+"""Steps that touch registers and global output only: nothing another thread could see before the kernel ends."""
+
+
+def frag_uses(step: S.Step) -> Uses:
+    """(Frags read, Frags written) by a step; both empty for steps that touch none. An Mma's operands are its own affair."""
+    if isinstance(step, S.Mma):
+        a = (step.a,) if isinstance(step.a, str) else ()
+        return (*a, step.d) if step.accumulate else a, (step.d,)
+    uses = _USES.get(type(step))
+    return uses(step) if uses else ((), ())
+
+
+@dataclass(frozen=True)
+class Group:
+    """An in-flight product: its accumulator, its register operand and the event of its completion."""
+
+    d: str
+    a: str | None
+    done: int
+    name: str
+
+    @property
+    def frags(self) -> frozenset[str]:
+        return frozenset((self.d,) if self.a is None else (self.d, self.a))
+
+
+@dataclass
+class Registers:
+    """The register tiles of one thread of control."""
+
+    known: frozenset[str]
+    """Names of the role's Frags."""
+    defined: set[str] = field(default_factory=set)
+    flight: list[Group] = field(default_factory=list)
+
+    def touch(self, step: S.Step) -> str | None:
+        """Account for a step's registers; returns what is wrong with it, or None."""
+        reads, writes = frag_uses(step)
+        asynchronous = isinstance(step, S.Mma) and step.unit == "wgmma"
+        for frag in (*reads, *writes):
+            if frag not in self.known:
+                return f"uses {frag}, which the role does not declare"
+            for g in self.flight:
+                shared_operand = asynchronous and frag not in writes and frag != g.d
+                continued = isinstance(step, S.Mma) and asynchronous and frag == step.d == g.d and frag != step.a
+                if frag in g.frags and not shared_operand and not continued:
+                    return f"touches {frag} while {g.name} is still in flight"
+        for frag in reads:
+            if frag not in self.defined:
+                return f"reads {frag} before anything has written it"
+        self.defined.update(writes)
+        return None
+
+    def wait(self, step: S.MmaWait) -> tuple[list[int], str | None]:
+        """Complete all but the youngest `pending` groups; returns their completion events and what is wrong, or None."""
+        n = len(self.flight) - step.pending
+        done, self.flight = (self.flight[:n], self.flight[n:]) if n > 0 else ([], self.flight)
+        busy = frozenset().union(*(g.frags for g in self.flight))
+        ready = frozenset().union(*(g.frags for g in done)) - busy
+        if ready != set(step.ready):
+            return [], f"names {_list(step.ready)} as ready, but completes {_list(ready)}"
+        return [g.done for g in done], None
+
+
+def _list(frags: frozenset[str] | tuple[str, ...]) -> str:
+    return ", ".join(sorted(frags)) or "nothing"
