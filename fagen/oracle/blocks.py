@@ -1,0 +1,93 @@
+"""What the reference and the baseline share: the meaning of the arguments, and their cutting into blocks that fit in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..attention import Attention
+from ..errors import InputError, ScheduleError, Violation
+from ..plan.kernel import Problem
+from .numeric import Array
+
+SCORES_PER_BLOCK = 1 << 22
+"""Scores held at once (32 MiB in float64)."""
+
+
+def problem_of(attention: Attention, q: Array, k: Array, v: Array) -> Problem:
+    """The sizes of the call, after checking that the tensors fit each other and the attention.
+
+    q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, head_dim_v).
+    Raises InputError naming the tensor, ScheduleError (not-yet) for a variant of attention the oracle does not know.
+    """
+    if attention.mask not in ("full", "causal"):
+        raise ScheduleError([Violation("not-yet", "mask", f"{attention.mask!r} is not known yet", ("full", "causal"))])
+    for field, off in (("softcap", None), ("sink", False)):
+        if getattr(attention, field) != off:
+            raise ScheduleError([Violation("not-yet", field, "is not known yet", (off,))])
+    for name, x, dim in (("q", q, attention.head_dim), ("k", k, attention.head_dim), ("v", v, attention.dv)):
+        if x.ndim != 4:
+            raise InputError(name, f"has {x.ndim} dimensions; needs (batch, seqlen, heads, head_dim)")
+        if x.shape[3] != dim:
+            raise InputError(name, f"has head_dim {x.shape[3]}; the attention's is {dim}")
+        if x.shape[0] != q.shape[0]:
+            raise InputError(name, f"has batch {x.shape[0]}; that of q is {q.shape[0]}")
+    if v.shape[1:3] != k.shape[1:3]:
+        raise InputError("v", f"has (seqlen, heads) {v.shape[1:3]}; those of k are {k.shape[1:3]}")
+    batch, sq, hq, _ = q.shape
+    sk, hkv = k.shape[1:3]
+    if hq and (not hkv or hq % hkv):
+        raise InputError("k", f"{hq} query heads are not a multiple of its {hkv} heads")
+    return Problem(batch, sq, sk, hq, hkv)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Some query rows of all heads that share a KV head. `visible` (rows, keys): which keys a row sees, None: all of them."""
+
+    batch: int
+    heads: slice
+    rows: slice
+    """Into the list of rows asked for."""
+    q: Array
+    """(group, rows, head_dim)"""
+    k: Array
+    """(keys, head_dim): only the keys that some row of the block sees."""
+    v: Array
+    visible: npt.NDArray[np.bool_] | None
+
+
+def row_blocks(
+    attention: Attention, problem: Problem, q: Array, k: Array, v: Array, rows: npt.NDArray[np.int64], dtype: npt.DTypeLike
+) -> Iterator[Block]:
+    """Cut the query rows `rows` of every head into blocks of at most `SCORES_PER_BLOCK` scores, values converted to `dtype`.
+
+    Blocks in which no row sees a key are left out. `rows` should rise, so that a causal block can leave out late keys.
+    """
+    if problem.empty or not rows.size:
+        return
+    group = problem.hq // problem.hkv
+    step = max(1, SCORES_PER_BLOCK // max(1, group * problem.sk))
+    for b in range(problem.batch):
+        for kv in range(problem.hkv):
+            heads = slice(kv * group, (kv + 1) * group)
+            keys, values = k[b, :, kv].astype(dtype), v[b, :, kv].astype(dtype)
+            for start in range(0, len(rows), step):
+                part = slice(start, min(start + step, len(rows)))
+                seen, visible = _visible(attention, problem, rows[part])
+                if seen:
+                    queries: Any = q[b, rows[part], heads].astype(dtype).transpose(1, 0, 2)
+                    yield Block(b, heads, part, queries, keys[:seen], values[:seen], visible)
+
+
+def _visible(attention: Attention, problem: Problem, rows: npt.NDArray[np.int64]) -> tuple[int, npt.NDArray[np.bool_] | None]:
+    """How many leading keys any of `rows` sees, and which of these each row sees (None: all)."""
+    if not attention.causal:
+        return problem.sk, None
+    last = rows + (problem.sk - problem.sq)  # bottom-right: the last row sees the last key
+    seen = int(np.clip(last.max() + 1, 0, problem.sk))
+    return seen, np.arange(seen) <= last[:, None]

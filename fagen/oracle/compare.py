@@ -1,0 +1,137 @@
+"""When is an output right? One policy for every check: CPU and GPU, tests and command line.
+
+1. NaN stands exactly where the reference has NaN, and each infinity exactly where the reference has it, with its sign.
+2. out, where finite: |out − reference| ≤ 2 · (largest error of the baseline) + 1 ulp of the output's type at the reference.
+3. lse, where finite: |lse − reference| ≤ 2 · (largest error of the baseline's lse) + 16 ulp of float32 at the largest |lse|.
+
+The baseline (`baseline.py`) has the kernel's precision but neither its order of summation nor its approximate ex2 and lg2
+instructions: hence the factor 2, and the ulps for a baseline that happens to be exact. The tensor cores truncate where they
+add, with an error that goes with the largest scores: hence lse's bound at the largest |lse|.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ..attention import Attention
+from .baseline import baseline_rows
+from .numeric import F64, Array, ulp
+from .reference import reference_rows
+
+ERROR_FACTOR = 2.0
+LSE_ULPS = 16
+SAMPLE_ABOVE = 2048
+"""Query rows above which `check` compares a sample of them."""
+
+Mask = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`error` and `bound` are those of the element of `out` that comes closest to (or is furthest past) its bound;
+    `error_ratio` = error / bound. inf where positions of NaN or inf differ. `reason`: why it failed, "" if it passed."""
+
+    passed: bool
+    error: float
+    bound: float
+    error_ratio: float
+    reason: str = ""
+
+
+def compare(
+    out: Array, lse: Array, *, reference: tuple[Array, Array], baseline: tuple[Array, Array], dtype: str, mask: Mask | None = None
+) -> Verdict:
+    """Judge out (batch, rows, heads, head_dim_v) of type `dtype` and lse (batch, heads, rows) against (out, lse) of the float64
+    `reference` and of the `baseline`. `mask` (batch, heads, rows): rows to judge, None: all."""
+    for name, got, want in (("out", out, reference[0]), ("lse", lse, reference[1])):
+        if got.shape != want.shape:
+            return _failed(f"{name} has shape {got.shape} instead of {want.shape}")
+    live = np.ones(lse.shape, bool) if mask is None else mask
+    wide = np.broadcast_to(live.transpose(0, 2, 1)[..., None], out.shape)
+    judged, (base_out, base_lse) = [], baseline
+    for name, got, want, base, where in (("out", out, reference[0], base_out, wide), ("lse", lse, reference[1], base_lse, live)):
+        g, w, b = np.asarray(got, np.float64), np.asarray(want, np.float64), np.asarray(base, np.float64)
+        reason = _positions(name, g, w, where)
+        if reason:
+            return _failed(reason)
+        finite = where & np.isfinite(w)
+        known = finite & np.isfinite(b)
+        yardstick = np.abs(b[known] - w[known]).max(initial=0.0)
+        if name == "out":
+            slack = ulp(w, dtype)
+        else:
+            slack = np.full(w.shape, LSE_ULPS * float(ulp(np.abs(w[finite]).max(initial=1.0), "fp32")))
+        judged.append(_worst(name, g, w, finite, ERROR_FACTOR * yardstick + slack))
+    (error, bound, reason), (_, _, lse_reason) = judged
+    reason = "; ".join(r for r in (reason, lse_reason) if r)
+    return Verdict(not reason, error, bound, error / bound, reason)
+
+
+def check(
+    attention: Attention, q: Array, k: Array, v: Array, out: Array, lse: Array, *, rows: npt.ArrayLike | None = None, seed: int = 0
+) -> Verdict:
+    """Compute reference and baseline and judge `out` and `lse` (whole, as a kernel returns them).
+
+    `rows`: a mask (batch, heads, seqlen_q) of the rows to judge (as `Simulation.rows`), or indices of query rows, judged in all
+    heads. None: all rows up to 2048, above that a sample of 256 with the first and the last ones, chosen by `seed`.
+    """
+    sq, mask = q.shape[1], None
+    if rows is None:
+        index = sample_rows(sq, seed=seed)
+    elif np.asarray(rows).dtype == np.bool_:
+        mask = np.asarray(rows, np.bool_)
+        index = np.flatnonzero(mask.any(axis=(0, 1)))
+        mask = mask[:, :, index]
+    else:
+        index = np.asarray(rows, np.int64)
+    return compare(
+        out[:, index],
+        lse[:, :, index],
+        reference=reference_rows(attention, q, k, v, index),
+        baseline=baseline_rows(attention, q, k, v, index),
+        dtype=attention.output_dtype,
+        mask=mask,
+    )
+
+
+def sample_rows(sq: int, *, count: int = 256, seed: int = 0) -> npt.NDArray[np.int64]:
+    """Rising indices of query rows to compare: all up to 2048 rows, above that `count` of them: the first and last eight, the rest
+    random."""
+    if sq <= SAMPLE_ABOVE:
+        return np.arange(sq)
+    edges = np.r_[np.arange(8), np.arange(sq - 8, sq)]
+    inner = np.random.default_rng(seed).choice(np.arange(8, sq - 8), size=count - len(edges), replace=False)
+    return np.sort(np.r_[edges, inner]).astype(np.int64)
+
+
+def _positions(name: str, got: F64, want: F64, where: Mask) -> str:
+    """Why the NaN and infinities of the two do not coincide, or ""."""
+    wrong = where & (np.isnan(got) != np.isnan(want))
+    inf = (np.isinf(got) | np.isinf(want)) & ~np.isnan(got) & ~np.isnan(want)
+    wrong |= where & inf & (got != want)
+    if not wrong.any():
+        return ""
+    at = tuple(int(i) for i in np.argwhere(wrong)[0])
+    return f"{name}{list(at)} is {got[at]:.6g} where the reference has {want[at]:.6g} ({int(wrong.sum())} such places)"
+
+
+def _worst(name: str, got: F64, want: F64, finite: Mask, bound: F64) -> tuple[float, float, str]:
+    """Error and bound where their ratio is largest, and why that fails, or ""."""
+    if not finite.any():
+        return 0.0, float(bound.max(initial=1.0)), ""
+    with np.errstate(invalid="ignore"):
+        error = np.where(finite, np.abs(got - want), 0.0)
+    at = np.unravel_index(int(np.argmax(error / bound)), error.shape)
+    e, b = float(error[at]), float(bound[at])
+    if e <= b:
+        return e, b, ""
+    place = [int(i) for i in at]
+    text = f"{name}{place} is {got[at]:.6g} where the reference has {want[at]:.6g}: error {e:.3g} is above the bound {b:.3g}"
+    return e, b, text
+
+
+def _failed(reason: str) -> Verdict:
+    return Verdict(False, np.inf, 0.0, np.inf, reason)

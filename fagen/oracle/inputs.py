@@ -1,0 +1,167 @@
+"""Inputs for checks: random and adversarial tensors of a seed, in the layouts callers use, and the shapes a kernel is checked on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ..attention import Attention
+from ..errors import InputError
+from ..plan.kernel import Problem
+from ..schedule import Schedule
+from .numeric import F32, Array, cast
+
+Inputs = Literal["normal", "sink", "growing"]
+Layout = Literal["contiguous", "fused", "transposed", "strided_k"]
+
+LARGEST_SM_COUNT = 132
+"""SMs of an H100 SXM or H200: what "three tiles a CTA" must exceed threefold."""
+
+
+@dataclass(frozen=True)
+class CheckProblem(Problem):
+    """A problem to check a kernel on, with the kind of numbers and the memory layout of its inputs (see `make_inputs`)."""
+
+    inputs: Inputs = "normal"
+    layout: Layout = "contiguous"
+
+    def __str__(self) -> str:
+        extra = [x for x, usual in ((self.inputs, "normal"), (self.layout, "contiguous")) if x != usual]
+        return " ".join([super().__str__(), *extra])
+
+
+def make_inputs(
+    attention: Attention,
+    problem: Problem,
+    *,
+    seed: int = 0,
+    amplitude: float = 1.0,
+    inputs: Inputs = "normal",
+    layout: Layout = "contiguous",
+) -> tuple[Array, Array, Array]:
+    """q, k, v of the attention's dtype for the problem, the same for the same seed on every machine.
+
+    `inputs`: "normal": N(0, amplitude²). "sink": the first four keys score about 8 above the rest (natural units), as the first
+    tokens of a language model do. "growing": scores rise along the keys by 100 in all, so that a running maximum moves at every
+    block.
+
+    `layout`: "contiguous" (batch, seq, heads, dim); "fused": slices of one (batch, seq, heads + 2 · kv_heads, dim) tensor, as a
+    fused projection leaves them (needs seqlen_q = seqlen_k, head_dim = head_dim_v); "transposed": views of (batch, heads, seq,
+    dim); "strided_k": K is every second token of a longer buffer whose other tokens are NaN, q and v are contiguous.
+    """
+    rng = np.random.default_rng(seed)
+    b, d = problem.batch, attention.head_dim
+    q = _normal(rng, (b, problem.sq, problem.hq, d), amplitude)
+    k = _normal(rng, (b, problem.sk, problem.hkv, d), amplitude)
+    v = _normal(rng, (b, problem.sk, problem.hkv, attention.dv), amplitude)
+    if inputs != "normal":
+        q[..., 0] = 8.0
+        per_unit = 1.0 / (8.0 * attention.softmax_scale)  # of k's first column, for one unit of score
+        if inputs == "sink":
+            k[..., 0] = 0.0
+            k[:, :4, :, 0] = 8.0 * per_unit
+        else:
+            k[..., 0] = (np.linspace(0.0, 100.0, problem.sk) * per_unit)[:, None]
+    return _laid_out(cast(q, attention.dtype), cast(k, attention.dtype), cast(v, attention.dtype), layout)
+
+
+def _normal(rng: np.random.Generator, shape: tuple[int, ...], amplitude: float) -> F32:
+    x: F32 = rng.standard_normal(shape, np.float32)
+    return x if amplitude == 1.0 else x * np.float32(amplitude)
+
+
+def _laid_out(q: Array, k: Array, v: Array, layout: Layout) -> tuple[Array, Array, Array]:
+    if layout == "fused":
+        if q.shape[1] != k.shape[1] or q.shape[3] != v.shape[3]:
+            raise InputError("layout", "fused needs seqlen_q = seqlen_k and head_dim = head_dim_v")
+        hq, hkv = q.shape[2], k.shape[2]
+        fused = np.concatenate([q, k, v], axis=2)
+        return fused[:, :, :hq], fused[:, :, hq : hq + hkv], fused[:, :, hq + hkv :]
+    if layout == "transposed":
+        return _transposed(q), _transposed(k), _transposed(v)
+    if layout == "strided_k":
+        longer = np.full((k.shape[0], 2 * k.shape[1], *k.shape[2:]), np.nan, k.dtype)
+        longer[:, ::2] = k
+        return q, longer[:, ::2], v
+    return q, k, v
+
+
+def _transposed(x: Array) -> Array:
+    y: Array = np.ascontiguousarray(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+    return y
+
+
+def check_problems(attention: Attention, schedule: Schedule) -> tuple[CheckProblem, ...]:
+    """The shapes on which a kernel of this schedule must agree with the reference: where it can go wrong, at least 60, and small
+    enough that the float64 reference of all of them takes seconds (above 2048 rows `check` samples).
+
+    Tile edges ±1 of both tiles; key-block counts around the ring's stages; lengths 0, 1, 63, 64, 65; more queries than keys (under
+    a causal mask: rows that see nothing); GQA 8:1, 28:4, 6:2, MQA; batch 3; every layout; unkind scores; more than three tiles for
+    every CTA of a persistent grid.
+    """
+    tq, tk = schedule.tile_q, schedule.tile_kv
+    stages = max(schedule.stages_k, schedule.stages_v)
+    at = _Collector()
+    for s in (1, 63, 64, 65):
+        at(s, s)
+    for sq, sk in ((1, 203), (203, 1), (113, 203), (203, 113), (1, tk), (1, tk + 1), (1, 1025), (2, 65)):
+        at(sq, sk)
+    for sq in (tq - 1, tq, tq + 1):
+        for sk in (tk - 1, tk, tk + 1):
+            at(sq, sk)
+    for sq, sk in ((2 * tq - 1, 2 * tk + 1), (2 * tq, 2 * tk), (2 * tq + 1, 2 * tk - 1), (3 * tq + 1, 3 * tk + 1), (3 * tq, 5)):
+        at(sq, sk)
+    for blocks in sorted({1, stages - 1, stages, stages + 1, 2 * stages, 2 * stages + 1} - {0}):
+        at(tq + 1, blocks * tk)
+        at(tq, blocks * tk + 1, hq=4, hkv=2)
+    for sq, sk in ((5, 2), (300, 170), (128, 1), (257, 128), (2 * tq + 1, tk - 1), (3 * tq, tq), (tq + 1, 1)):
+        at(sq, sk, hq=4, hkv=2)
+    for sq in (1, 64, tq + 1):
+        at(sq, 0)
+    at(0, 64)
+    at(0, 0)
+    at(64, 64, batch=0)
+    for hq, hkv in ((8, 1), (28, 4), (6, 2), (5, 5), (7, 1)):
+        at(113, 203, hq=hq, hkv=hkv)
+        at(tq + 1, tk + 1, batch=3, hq=hq, hkv=hkv)
+    at(1, 333, batch=3, hq=28, hkv=4)
+    for layout in ("fused", "transposed", "strided_k"):
+        at(tq + 1, tq + 1, batch=3, hq=4, hkv=4, layout=layout)
+        at(203, 203, batch=2, hq=4, hkv=2, layout=layout)
+    at(113, 203, batch=2, hq=4, hkv=2, layout="transposed")
+    at(203, 113, batch=2, hq=4, hkv=2, layout="strided_k")
+    for inputs in ("sink", "growing"):
+        at(tq + 1, 4 * tk + 1, inputs=inputs)
+        at(2 * tq, 7 * tk, hq=4, hkv=1, inputs=inputs)
+    # Four query tiles in each of 3 · 44 heads: 528 tiles, more than three for each of 132 CTAs; and a longer sequence.
+    at(3 * tq + 1, tk + 1, batch=3, hq=44, hkv=4)
+    at(3 * tq + 1, 3 * tq + 1, batch=3, hq=44, hkv=11)
+    at(1, tk + 1, batch=3, hq=140, hkv=35)
+    at(4099, 4099, hq=2, hkv=1)
+    at(2100, 8192, hq=2, hkv=2)
+    return at.problems()
+
+
+class _Collector:
+    """Gathers problems in order, without repeats."""
+
+    def __init__(self) -> None:
+        self._seen: dict[CheckProblem, None] = {}
+
+    def __call__(
+        self,
+        sq: int,
+        sk: int,
+        *,
+        batch: int = 1,
+        hq: int = 2,
+        hkv: int = 1,
+        inputs: Inputs = "normal",
+        layout: Layout = "contiguous",
+    ) -> None:
+        self._seen[CheckProblem(batch, sq, sk, hq, hkv, inputs, layout)] = None
+
+    def problems(self) -> tuple[CheckProblem, ...]:
+        return tuple(self._seen)

@@ -1,0 +1,48 @@
+"""The storage types as NumPy knows them: rounding as the GPU does it, and the size of a rounding step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+F32 = npt.NDArray[np.float32]
+F64 = npt.NDArray[np.float64]
+
+DTYPES: dict[str, np.dtype[Any]] = {
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp16": np.dtype(np.float16),
+    "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "fp32": np.dtype(np.float32),
+}
+"""fagen's name of a floating-point type → the NumPy dtype that holds it."""
+
+E4M3_MAX = 448.0
+E4M3_P_SCALE = 256.0
+"""Probabilities are at most 1; times 2^8 they fill e4m3's range (largest value 448) before they are rounded to it."""
+
+_MANTISSA_AND_LEAST_EXPONENT = {"bf16": (7, -126), "fp16": (10, -14), "e4m3": (3, -6), "fp32": (23, -126)}
+
+
+def cast(x: Array, dtype: str) -> Array:
+    """`x` rounded to nearest even and stored as `dtype`. e4m3 saturates at ±448 (cvt.rn.satfinite); NaN stays NaN."""
+    if dtype == "e4m3":
+        x = np.clip(x, -E4M3_MAX, E4M3_MAX)
+    with np.errstate(over="ignore"):
+        return x.astype(DTYPES[dtype])
+
+
+def rounded(x: F32, dtype: str) -> F32:
+    """The float32 values that `cast(x, dtype)` holds."""
+    return x if dtype == "fp32" else cast(x, dtype).astype(np.float32)
+
+
+def ulp(x: npt.ArrayLike, dtype: str) -> F64:
+    """Distance between neighbouring values of `dtype` at the magnitude of `x` (below the normal range: of its subnormals)."""
+    mantissa, least = _MANTISSA_AND_LEAST_EXPONENT[dtype]
+    exponent = np.frexp(np.asarray(x, np.float64))[1] - 1  # |x| = f · 2^(exponent + 1) with f in [0.5, 1)
+    exponent = np.where(np.asarray(x) == 0, least, np.maximum(exponent, least))
+    return np.asarray(np.ldexp(1.0, exponent - mantissa), np.float64)

@@ -1,0 +1,398 @@
+"""One role instance: a generator that walks the role's steps over its own registers, cursors and variables.
+
+It yields before every step that others can notice (None: may go on at once) and where it must wait (a `Blocked`); the scheduler
+decides who goes next. Register steps run straight through.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ...plan import steps as st
+from ...plan.expr import Expr, as_expr
+from ..numeric import F32, Array, rounded
+from .machine import GlobalMemory, MBarrier, NamedBarrier, SharedSlot, SimulatedFault, Transfer
+from .registers import Product, Register, SharedOperand, multiply
+
+LN2 = np.float32(np.log(2.0))
+
+
+@dataclass
+class Blocked:
+    """Why an instance stands: it may go on once `ready()`."""
+
+    ready: Callable[[], bool]
+    reason: Callable[[], str]
+
+
+@dataclass
+class CtaState:
+    """What the instances of a CTA share; `launch` transfers is where TMA loads under way are put."""
+
+    index: int
+    env: Mapping[str, int]
+    memory: GlobalMemory
+    slots: dict[str, list[SharedSlot]]
+    mbars: dict[str, list[MBarrier]]
+    nbars: dict[tuple[str, int], NamedBarrier]
+    sync: NamedBarrier
+    transfers: list[Transfer]
+
+
+class _Cursor:
+    def __init__(self, cursor: st.Cursor):
+        self.stages, self.slot, self.phase = cursor.stages, 0, cursor.start_phase
+
+    def advance(self) -> None:
+        self.slot += 1
+        if self.slot == self.stages:
+            self.slot, self.phase = 0, self.phase ^ 1
+
+
+@dataclass
+class _Copy:
+    """The part of a cp.async tile that one instance copies."""
+
+    slot: SharedSlot
+    values: Array
+    where: npt.NDArray[np.bool_]
+
+
+class Instance:
+    """Runs `role`'s body as instance `index` of a CTA."""
+
+    def __init__(self, cta: CtaState, role: st.Role, index: int):
+        self.cta, self.role, self.index = cta, role, index
+        self.name = f"{role.name}[{index}] of CTA {cta.index}"
+        self.env: dict[str, int] = {**cta.env, "cta": cta.index, "w": index}
+        self.registers = {f.name: Register(f) for f in role.frags}
+        self.cursors = {c.name: _Cursor(c) for c in role.cursors}
+        self.at: st.Step | None = None
+        self.blocked: Blocked | None = None
+        self.done = False
+        self._single_thread = role.elect
+        self._open: deque[Product] = deque()
+        self._copies: list[_Copy] = []
+        self._groups: deque[list[_Copy]] = deque()
+        self._generator = self._run(role.body)
+
+    # for the scheduler ----------------------------------------------------------------------------------------------------
+
+    @property
+    def ready(self) -> bool:
+        return self.blocked is None or self.blocked.ready()
+
+    def advance(self) -> None:
+        """Go on to the next place where others may come in between."""
+        try:
+            self.blocked = next(self._generator)
+        except StopIteration:
+            self.done = True
+
+    def describe(self) -> str:
+        step = self.at.id or self.at.kind if self.at else "its start"
+        return f"{self.name} at {step}: {self.blocked.reason() if self.blocked else 'could go on'}"
+
+    # control --------------------------------------------------------------------------------------------------------------
+
+    def _run(self, body: st.Body) -> Iterator[Blocked | None]:
+        yield from self._body(body)
+
+    def _body(self, body: st.Body) -> Any:
+        """Generator; its value is True if a Break fired."""
+        for step in body:
+            self.at = step
+            action = _ACTIONS.get(type(step))
+            if action is not None:
+                if type(step) not in _PRIVATE:
+                    yield None
+                    self.at = step
+                blocked = action(self, step)
+                if blocked is not None:
+                    yield blocked
+            elif isinstance(step, st.Break):
+                if self.value(step.cond):
+                    return True
+            elif (yield from self._nested(step)):
+                return True
+        return False
+
+    def _nested(self, step: st.Step) -> Any:
+        """A step that holds others; True if a Break inside is to leave what is around it as well."""
+        if isinstance(step, st.Loop):
+            i, last, stride = self.value(step.first), self.value(step.last), self.value(as_expr(step.step))
+            while i <= last if stride > 0 else i >= last:
+                self.env[step.var] = i
+                if (yield from self._body(step.body)):
+                    return True
+                i += stride
+        elif isinstance(step, st.Forever):
+            while not (yield from self._body(step.body)):
+                yield None
+        elif isinstance(step, st.If):
+            return (yield from self._body(step.then if self.value(step.cond) else step.orelse))
+        elif isinstance(step, st.Elected):
+            if self.index == 0:
+                outer, self._single_thread = self._single_thread, True
+                broke = yield from self._body(step.body)
+                self._single_thread = outer
+                return broke
+        else:
+            raise SimulatedFault(f"{step.id}: the simulator does not know a {step.kind}")
+        return False
+
+    def value(self, e: Expr) -> int:
+        return e.eval(self.env)
+
+    def bind_variable(self, step: st.Let | st.Var | st.Set) -> None:
+        self.env[step.var] = self.value(step.value)
+
+    # copies ---------------------------------------------------------------------------------------------------------------
+
+    def slot(self, slot: st.Slot) -> SharedSlot:
+        return self.cta.slots[slot.smem][0 if slot.cursor is None else self.cursors[slot.cursor].slot]
+
+    def tma_load(self, step: st.TmaLoad) -> None:
+        slot = self.slot(step.dst)
+        full = self.cta.mbars[step.full][0 if step.dst.cursor is None else self.cursors[step.dst.cursor].slot]
+        slot.poison()  # from now on the bytes may come at any moment
+        place = (self.value(step.batch), self.value(step.head), self.value(step.seq))
+        values = self.cta.memory.tile(step.src, *place, rows=slot.data.shape[0])
+        full.arrive(1, step.id, expect_bytes=slot.bytes)
+        self.cta.transfers.append(Transfer(slot, values, full, step.id))
+
+    def cp_async(self, step: st.CpAsync) -> None:
+        slot = self.slot(step.dst)
+        where = _share(slot.data.shape, slot.bytes, self.role.threads, self.role.warps, self.index)
+        slot.write(np.nan, where, generic=self.name)
+        place = (self.value(step.batch), self.value(step.head), self.value(step.seq))
+        values = self.cta.memory.tile(step.src, *place, rows=slot.data.shape[0], limit=self.value(step.limit))
+        self._copies.append(_Copy(slot, values, where))
+
+    def cp_commit(self, step: st.CpCommit) -> None:
+        self._groups.append(self._copies)
+        self._copies = []
+
+    def cp_wait(self, step: st.CpWait) -> None:
+        while len(self._groups) > step.pending:
+            for copy in self._groups.popleft():
+                copy.slot.write(copy.values, copy.where, generic=self.name)
+
+    def load_frag(self, step: st.LoadFrag) -> None:
+        dst = self.registers[step.dst]
+        dst.write(self._operand(step.src, dst.shape[0]).now().copy())
+
+    def store_out(self, step: st.StoreOut) -> None:
+        self._store(step, self.registers[step.src].value)
+
+    def store_row(self, step: st.StoreRow) -> None:
+        self._store(step, self.registers[step.src].value[:, 0])
+
+    def _store(self, step: st.StoreOut | st.StoreRow, rows: Array) -> None:
+        batch, head, first, limit = (self.value(e) for e in (step.batch, step.head, step.first_row, step.limit))
+        self.cta.memory.store(step.dst, batch, head, first, limit, rows)
+
+    # tiles claimed at run time ----------------------------------------------------------------------------------------------
+
+    def claim_tile(self, step: st.ClaimTile) -> None:
+        counter = self.cta.memory.counters[step.counter]
+        self.env[step.var] = self.env["n_ctas"] + int(counter[0])
+        counter[0] += 1
+
+    def reset_counter(self, step: st.ResetCounter) -> None:
+        counter = self.cta.memory.counters[step.counter]
+        counter[1] += 1
+        if counter[1] == self.env["n_ctas"]:
+            counter[:] = 0
+
+    def put_tile(self, step: st.PutTile) -> None:
+        self.slot(step.dst).write(self.value(step.value), generic=self.name)
+
+    def get_tile(self, step: st.GetTile) -> None:
+        tile = self.slot(step.src).data[0, 0]
+        if np.isnan(tile):
+            raise SimulatedFault(f"{step.id}: {self.name} reads a tile number that is not there")
+        self.env[step.var] = int(tile)
+
+    # synchronisation --------------------------------------------------------------------------------------------------------
+
+    def wait(self, step: st.Wait) -> Blocked | None:
+        cursor = self.cursors[step.cursor]
+        bar, parity = self.cta.mbars[step.bar][cursor.slot], cursor.phase
+
+        def reason() -> str:
+            missing = f"{bar.pending} of {bar.arrivals} arrivals and {bar.bytes} bytes"
+            return f"waits for parity {parity} of {bar.name}, whose phase {bar.phase} still misses {missing}"
+
+        return None if bar.passed(parity) else Blocked(lambda: bar.passed(parity), reason)
+
+    def arrive(self, step: st.Arrive) -> None:
+        count = 1 if self._single_thread or step.who == "thread" else self.role.warps
+        self.cta.mbars[step.bar][self.cursors[step.cursor].slot].arrive(count, step.id)
+
+    def advance_cursor(self, step: st.Advance) -> None:
+        self.cursors[step.cursor].advance()
+
+    def named_sync(self, step: st.Sync) -> Blocked | None:
+        return self._rendezvous(self._named(step), step.id)
+
+    def named_arrive(self, step: st.NArrive) -> None:
+        self._named(step).arrive(32 * self.role.warps, step.id)
+
+    def cta_sync(self, step: st.CtaSync) -> Blocked | None:
+        return self._rendezvous(self.cta.sync, step.id)
+
+    def _named(self, step: st.Sync | st.NArrive) -> NamedBarrier:
+        index = self.value(step.index)
+        try:
+            return self.cta.nbars[step.bar, index]
+        except KeyError:
+            raise SimulatedFault(f"{step.id}: there is no barrier {step.bar}[{index}]") from None
+
+    def _rendezvous(self, bar: NamedBarrier, step: str) -> Blocked | None:
+        mine = bar.arrive(32 * self.role.warps, step)
+        if bar.generation > mine:
+            return None
+        return Blocked(
+            lambda: bar.generation > mine, lambda: f"waits for {bar.name}, where {bar.arrived} of {bar.threads} threads are"
+        )
+
+    def proxy_fence(self, step: st.ProxyFence) -> None:
+        for ring in self.cta.slots.values():
+            for slot in ring:
+                slot.unfenced.discard(self.name)
+
+    # matrix -----------------------------------------------------------------------------------------------------------------
+
+    def _operand(self, slot: st.Slot, rows: int | None = None) -> SharedOperand:
+        shared = self.slot(slot)
+        first = 0 if slot.row is None else self.value(slot.row)
+        return SharedOperand(shared, first, shared.data.shape[0] if rows is None else rows)
+
+    def mma(self, step: st.Mma) -> None:
+        d, b = self.registers[step.d], self._operand(step.b)
+        a = self.registers[step.a] if isinstance(step.a, str) else self._operand(step.a, d.shape[0])
+        if step.unit == "wgmma":
+            self._open.append(Product(step.id, d, a, b, accumulate=step.accumulate, trans_b=step.trans_b))
+        else:
+            left = a.value if isinstance(a, Register) else a.now()
+            d.write(multiply(step.id, d.shape, left, b.now(), step.trans_b, d.value if step.accumulate else None))
+
+    def mma_wait(self, step: st.MmaWait) -> None:
+        while len(self._open) > step.pending:
+            self._open.popleft().complete()
+        for name in step.ready:
+            self.registers[name].settle()
+
+    # registers --------------------------------------------------------------------------------------------------------------
+
+    def fill(self, step: st.Fill) -> None:
+        dst = self.registers[step.dst]
+        dst.write(np.full(dst.shape, step.value, np.float32))
+
+    def limits(self, step: st.Limits) -> None:
+        dst = self.registers[step.dst]
+        first, env = self.value(step.first_row), dict(self.env)
+        rows = []
+        for r in range(dst.shape[0]):
+            env["row"] = first + r
+            rows.append(step.limit.eval(env))
+        dst.write(np.array(rows, np.int64)[:, None])
+
+    def mask(self, step: st.Mask) -> None:
+        s, limits = self.registers[step.s], self.registers[step.limits].value
+        key = self.value(step.first_key) + np.arange(s.shape[1])
+        s.write(np.where(key > limits, np.float32(-np.inf), s.value))
+
+    def online_softmax(self, step: st.OnlineSoftmax) -> None:
+        s, m, l, alpha = (self.registers[x] for x in (step.s, step.m, step.l, step.alpha))
+        scale = np.float32(step.scale_log2)
+        highest = s.value.max(axis=1, keepdims=True) * scale
+        new = highest if step.first else np.maximum(m.value, highest)
+        reference = np.where(np.isneginf(new), np.float32(0), new)  # a row without a key yet: 2^(−inf − 0) = 0
+        # One FFMA, so rounded once: float64 holds the product exactly.
+        exponent: F32 = (s.value.astype(np.float64) * np.float64(scale) - reference).astype(np.float32)
+        p = np.exp2(exponent, out=exponent)
+        total = p.sum(axis=1, keepdims=True)
+        if step.first:
+            l.write(total)
+            alpha.write(alpha.nan())  # not computed
+        else:
+            factor = np.exp2(m.value - reference)
+            l.write(l.value * factor + total)
+            alpha.write(factor)
+        s.write(p)
+        m.write(new)
+
+    def pack(self, step: st.Pack) -> None:
+        p = self.registers[step.p]
+        p.write(rounded(self.registers[step.s].value, p.dtype))
+
+    def rescale(self, step: st.Rescale) -> None:
+        o = self.registers[step.o]
+        o.write(o.value * self.registers[step.alpha].value)
+
+    def finalise(self, step: st.Finalise) -> None:
+        o, m, l, lse = (self.registers[x] for x in (step.o, step.m, step.l, step.lse))
+        blind = l.value == 0
+        o.write(o.value * np.where(blind, np.float32(0), np.float32(1) / l.value))
+        lse.write(np.where(blind, np.float32(-np.inf), m.value * LN2 + np.log(l.value)))
+
+
+@lru_cache(maxsize=256)
+def _share(shape: tuple[int, int], size: int, threads: int, warps: int, index: int) -> npt.NDArray[np.bool_]:
+    """The elements of a tile of `size` bytes that instance `index` copies when a role's threads take 16-byte chunks in turn."""
+    rows, cols = shape
+    per_chunk = 16 * rows * cols // size
+    thread = np.arange(rows * cols // per_chunk) % threads
+    mine = thread // (32 * warps) == index
+    return np.repeat(mine, per_chunk).reshape(rows, cols)
+
+
+_PRIVATE = frozenset(
+    (
+        *(st.Let, st.Var, st.Set, st.Advance, st.CpCommit, st.StoreOut, st.StoreRow, st.Fill, st.Limits, st.Mask),
+        *(st.OnlineSoftmax, st.Pack, st.Rescale, st.Finalise),
+    )
+)
+"""Steps that no other role can notice, so nobody needs to come in before them."""
+
+_ACTIONS: dict[type[st.Step], Callable[[Instance, Any], Blocked | None]] = {
+    st.Let: Instance.bind_variable,
+    st.Var: Instance.bind_variable,
+    st.Set: Instance.bind_variable,
+    st.TmaLoad: Instance.tma_load,
+    st.CpAsync: Instance.cp_async,
+    st.CpCommit: Instance.cp_commit,
+    st.CpWait: Instance.cp_wait,
+    st.LoadFrag: Instance.load_frag,
+    st.StoreOut: Instance.store_out,
+    st.StoreRow: Instance.store_row,
+    st.ClaimTile: Instance.claim_tile,
+    st.PutTile: Instance.put_tile,
+    st.GetTile: Instance.get_tile,
+    st.ResetCounter: Instance.reset_counter,
+    st.Wait: Instance.wait,
+    st.Arrive: Instance.arrive,
+    st.Advance: Instance.advance_cursor,
+    st.Sync: Instance.named_sync,
+    st.NArrive: Instance.named_arrive,
+    st.CtaSync: Instance.cta_sync,
+    st.ProxyFence: Instance.proxy_fence,
+    st.Mma: Instance.mma,
+    st.MmaWait: Instance.mma_wait,
+    st.Fill: Instance.fill,
+    st.Limits: Instance.limits,
+    st.Mask: Instance.mask,
+    st.OnlineSoftmax: Instance.online_softmax,
+    st.Pack: Instance.pack,
+    st.Rescale: Instance.rescale,
+    st.Finalise: Instance.finalise,
+}
