@@ -1,0 +1,193 @@
+"""`Array`, a tensor argument as a kernel sees it, and the checks that q, k, v, out and lse fit an attention and one another.
+
+Nothing here knows a framework or touches a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Protocol
+
+from ..attention import Attention
+from ..errors import InputError
+from ..plan.kernel import Problem
+from ..plan.steps import DTYPE_BYTES
+
+DTYPE_NAMES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float8_e4m3fn": "e4m3",
+    "float32": "fp32",
+}
+"""Names that NumPy, ml_dtypes, torch, CuPy and JAX share → ours."""
+FRAMEWORK_NAMES = {ours: theirs for theirs, ours in DTYPE_NAMES.items()}
+
+ALIGNMENT = 16
+"""Bytes: of TMA's addresses and strides, and of the widest vector load."""
+
+_DIMS = {
+    "q": ("batch", "seqlen_q", "heads", "head_dim"),
+    "k": ("batch", "seqlen_k", "kv_heads", "head_dim"),
+    "v": ("batch", "seqlen_k", "kv_heads", "head_dim_v"),
+    "out": ("batch", "seqlen_q", "heads", "head_dim_v"),
+    "lse": ("batch", "heads", "seqlen_q"),
+}
+
+
+@dataclass(frozen=True)
+class Array:
+    """A tensor in device memory. `strides` in elements; `dtype` ours ("bf16" …) or, if unknown to us, the framework's name."""
+
+    name: str
+    device: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    ptr: int
+    readonly: bool = False
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+
+class Framework(Protocol):
+    """What a launch needs of the library that owns the tensors."""
+
+    @property
+    def name(self) -> str:
+        """As the messages call it."""
+
+    def device(self, name: str, obj: Any) -> int:
+        """Ordinal of the CUDA device that holds the tensor; an InputError naming the argument if none does."""
+
+    def stream(self, device: int) -> int:
+        """Handle of the stream on which the library works now."""
+
+    def describe(self, name: str, obj: Any, stream: int) -> tuple[Array, Any]:
+        """The tensor as an Array whose data `stream` may use, and an object that must live until the launch."""
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+        """A new uninitialised tensor on the device of `like`; `name` for messages."""
+
+    def check_output(self, name: str, obj: Any) -> None:
+        """An InputError if the library forbids writing into the tensor."""
+
+    def finish(self, stream: int) -> None:
+        """After the launch: wait, if the library cannot order its own work after the stream."""
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Row-major strides in elements; zero sizes count as one."""
+    strides = [1]
+    for n in reversed(shape[1:]):
+        strides.append(strides[-1] * max(n, 1))
+    return tuple(reversed(strides))
+
+
+def effective_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides that matter: those of dimensions with one element (or of an empty tensor) are replaced by row-major ones."""
+    plain = contiguous_strides(shape)
+    if 0 in shape:
+        return plain
+    return tuple(p if n == 1 else s for n, s, p in zip(shape, strides, plain))
+
+
+def output_shapes(attention: Attention, problem: Problem) -> dict[str, tuple[int, ...]]:
+    """Shapes of out and lse."""
+    return {
+        "out": (problem.batch, problem.sq, problem.hq, attention.dv),
+        "lse": (problem.batch, problem.hq, problem.sq),
+    }
+
+
+def check(
+    attention: Attention, q: Array, k: Array, v: Array, out: Array | None, lse: Array | None
+) -> tuple[Problem, dict[str, tuple[int, int, int]]]:
+    """The sizes of the call, and the strides over (batch, seq, heads) of q, k, v and out in elements, as `Plan.bind` takes them.
+
+    None for out or lse: it will be allocated row-major. Raises InputError naming the first argument that does not fit, with both
+    values. Pointers are not looked at (see `check_pointers`).
+    """
+    given = {a.name: a for a in (q, k, v, out, lse) if a is not None}
+    for name, a in given.items():
+        if len(a.shape) != len(_DIMS[name]):
+            raise InputError(
+                name, f"has {len(a.shape)} dimensions {a.shape}; expected {len(_DIMS[name])}: ({', '.join(_DIMS[name])})"
+            )
+        if a.device != q.device:
+            raise InputError(name, f"is on cuda:{a.device}, q on cuda:{q.device}")
+        wanted = {"out": attention.output_dtype, "lse": "fp32"}.get(name, attention.dtype)
+        if a.dtype != wanted:
+            raise InputError(name, f"is {a.dtype}; this kernel {'writes' if name in ('out', 'lse') else 'reads'} {wanted}")
+    problem = _problem(attention, q, k, v)
+    for name, shape in output_shapes(attention, problem).items():
+        if name in given and given[name].shape != shape:
+            raise InputError(name, f"has shape {given[name].shape}; expected {shape} ({', '.join(_DIMS[name])})")
+    if not problem.empty:
+        _check_layouts(given)
+    strides = {"out": contiguous_strides(output_shapes(attention, problem)["out"])}
+    strides |= {n: effective_strides(a.shape, a.strides) for n, a in given.items() if n != "lse"}
+    return problem, {n: (s[0], s[1], s[2]) for n, s in strides.items()}
+
+
+def _problem(attention: Attention, q: Array, k: Array, v: Array) -> Problem:
+    batch, sq, hq, _ = q.shape
+    _, sk, hkv, _ = k.shape
+    expected = {
+        "q": (batch, sq, hq, attention.head_dim),
+        "k": (batch, sk, hkv, attention.head_dim),
+        "v": (batch, sk, hkv, attention.dv),
+    }
+    whose = {"batch": "q's", "seqlen_k": "k's", "kv_heads": "k's", "head_dim": "the kernel's", "head_dim_v": "the kernel's"}
+    for a in (q, k, v):
+        for dim, have, want in zip(_DIMS[a.name], a.shape, expected[a.name]):
+            if have != want:
+                raise InputError(a.name, f"has {dim} {have}, but {whose[dim]} is {want} (shape {a.shape})")
+    if hq % hkv if hkv else hq:
+        legal = [n for n in range(1, hq + 1) if hq % n == 0]
+        raise InputError("k", f"has {hkv} KV heads; q's {hq} heads are not a multiple of that (legal: {legal})")
+    return Problem(batch, sq, sk, hq, hkv)
+
+
+def _check_layouts(given: Mapping[str, Array]) -> None:
+    for name, a in given.items():
+        strides = effective_strides(a.shape, a.strides)
+        if name == "lse":
+            if strides != contiguous_strides(a.shape):
+                raise InputError(name, f"must be contiguous; shape {a.shape} has strides {a.strides}")
+            continue
+        if strides[-1] != 1:
+            raise InputError(
+                name, f"the last dimension has stride {strides[-1]}; it must be contiguous (shape {a.shape}, strides {a.strides})"
+            )
+        for dim, s in zip(_DIMS[name], strides[:-1]):
+            nbytes = s * DTYPE_BYTES[a.dtype]
+            if s < 0:
+                raise InputError(name, f"{dim} has the negative stride {s} (strides {a.strides}); make a contiguous copy")
+            if nbytes % ALIGNMENT:
+                raise InputError(
+                    name, f"{dim} has stride {s}, {nbytes} bytes; it must be a multiple of {ALIGNMENT} bytes (strides {a.strides})"
+                )
+        if name == "out" and _may_overlap(a.shape, strides):
+            raise InputError(name, f"has elements that share memory: shape {a.shape}, strides {a.strides}")
+
+
+def _may_overlap(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    """Whether two elements may share memory: some stride does not step over all that the smaller strides reach."""
+    reach = 0
+    for stride, n in sorted((s, n) for s, n in zip(strides, shape) if n > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (n - 1)
+    return False
+
+
+def check_pointers(**pointers: int) -> None:
+    """An InputError for the first of q, k, v, out that is not 16-byte aligned, or an lse that is not 4-byte aligned."""
+    for name, ptr in pointers.items():
+        alignment = 4 if name == "lse" else ALIGNMENT
+        if ptr % alignment:
+            raise InputError(name, f"its data begins at {ptr:#x}, {ptr % alignment} bytes past a multiple of {alignment}")

@@ -1,0 +1,51 @@
+"""torch tensors, without importing torch: the module is the one that the caller's tensors come from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import InputError
+from .arrays import DTYPE_NAMES, FRAMEWORK_NAMES, Array
+
+
+class Torch:
+    """Implements `Framework`."""
+
+    name = "torch"
+
+    def __init__(self, torch: Any):
+        self._torch = torch
+
+    def device(self, name: str, obj: Any) -> int:
+        if obj.device.type != "cuda":
+            raise InputError(name, f"is a torch tensor on {obj.device}; move it to a GPU (.cuda()) or pass a NumPy array")
+        if obj.layout != self._torch.strided:
+            raise InputError(name, f"has layout {obj.layout}; only strided tensors have the rows that a kernel reads")
+        return int(obj.get_device())
+
+    def stream(self, device: int) -> int:
+        return raw_stream(self._torch)(device)
+
+    def describe(self, name: str, obj: Any, stream: int) -> tuple[Array, Any]:
+        dtype = str(obj.dtype).removeprefix("torch.")
+        return Array(
+            name, int(obj.get_device()), DTYPE_NAMES.get(dtype, dtype), tuple(obj.shape), tuple(obj.stride()), obj.data_ptr()
+        ), obj
+
+    def empty(self, name: str, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
+        return self._torch.empty(shape, dtype=getattr(self._torch, FRAMEWORK_NAMES[dtype]), device=like.device)
+
+    def check_output(self, name: str, obj: Any) -> None:
+        """torch tensors are writable."""
+
+    def finish(self, stream: int) -> None:
+        """torch orders its work after its own stream."""
+
+
+def raw_stream(torch: Any) -> Callable[[int], int]:
+    """A function: device ordinal → handle of torch's current stream there."""
+    fast = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # what torch's own code generators call; saves a Stream object
+    if fast is not None:
+        return fast  # type: ignore[no-any-return]
+    return lambda device: int(torch.cuda.current_stream(device).cuda_stream)

@@ -1,0 +1,134 @@
+"""Tensors in .npz files, as `fagen run --input qkv.npz --output out.npz` reads and writes them.
+
+fp16 and fp32 arrays stand as such. NumPy's format has no bf16 and no e4m3: those stand as their bits, uint16 and uint8, beside a
+text under the key `<name>_dtype` that says which ("bf16", "e4m3").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import zipfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from .attention import Attention
+from .errors import InputError
+
+Array = np.ndarray[Any, Any]
+
+_DTYPES: dict[str, np.dtype[Any]] = {
+    "fp16": np.dtype(np.float16),
+    "fp32": np.dtype(np.float32),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_BITS = {"bf16": np.dtype(np.uint16), "e4m3": np.dtype(np.uint8)}
+_UNREADABLE = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError)
+"""What NumPy and zipfile raise on a file that is truncated, damaged, encrypted, pickled or something else altogether."""
+
+
+def read_inputs(path: str | Path, attention: Attention, cast: bool = False) -> tuple[Array, Array, Array]:
+    """q, k and v from a file, as arrays of the attention's dtype (of ml_dtypes for bf16 and e4m3).
+
+    A tensor of another dtype is an InputError unless `cast`; then it is rounded to nearest, and an InputError if a finite value
+    becomes infinite or NaN. Shapes are checked by who uses them.
+    """
+    arrays = read(path, ("q", "k", "v"))
+    q, k, v = (_as_dtype(path, name, arrays[name], attention.dtype, cast) for name in ("q", "k", "v"))
+    return q, k, v
+
+
+def read(path: str | Path, names: tuple[str, ...]) -> dict[str, Array]:
+    """Those tensors of a file, bf16 and e4m3 decoded. InputError naming file and key if one is missing, damaged or no tensor."""
+    try:
+        with open(path, "rb") as file:
+            loaded = np.load(file, allow_pickle=False)
+            if not isinstance(loaded, np.lib.npyio.NpzFile):
+                raise InputError(str(path), "is a single .npy array; expected an .npz with the arrays " + ", ".join(names))
+            with loaded:
+                missing = [n for n in names if n not in loaded.files]
+                if missing:
+                    raise InputError(str(path), f"has no array {', '.join(missing)}; it has {', '.join(loaded.files) or 'none'}")
+                return {name: _decode(path, name, loaded) for name in names}
+    except IsADirectoryError:
+        raise InputError(str(path), "is a folder; expected an .npz file") from None
+    except FileNotFoundError:
+        raise InputError(str(path), "no such file") from None
+    except _UNREADABLE as e:
+        raise InputError(str(path), f"cannot be read as an .npz file: {_reason(e)}") from None
+
+
+def write(path: str | Path, arrays: Mapping[str, Array]) -> None:
+    """Write tensors (fp16, fp32, bf16, e4m3) to a file that appears whole or not at all. InputError if it cannot be written."""
+    content: dict[str, Any] = {}
+    for name, array in arrays.items():
+        dtype = _NAMES.get(array.dtype)
+        if dtype is None:
+            raise InputError(name, f"is {array.dtype}; an .npz of fagen holds {', '.join(_DTYPES)}")
+        content[name] = array.view(_BITS[dtype]) if dtype in _BITS else array
+        if dtype in _BITS:
+            content[f"{name}_dtype"] = np.array(dtype)
+    path = Path(path)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with open(partial, "xb") as file:
+            np.savez(file, **content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except OSError as e:
+        raise InputError(str(path), f"cannot be written: {_reason(e)}") from None
+    finally:
+        with contextlib.suppress(OSError):  # gone after a success
+            partial.unlink()
+
+
+def _decode(path: str | Path, name: str, loaded: Any) -> Array:
+    try:
+        array: Array = loaded[name]
+        label = str(loaded[f"{name}_dtype"]) if f"{name}_dtype" in loaded.files else None
+    except _UNREADABLE as e:
+        raise InputError(str(path), f"array {name} cannot be read: {_reason(e)}") from None
+    if label is None:
+        if array.dtype in _BITS.values():
+            legal = next(n for n, bits in _BITS.items() if bits == array.dtype)
+            raise InputError(str(path), f"{name} is {array.dtype}, and no {name}_dtype says what it stands for (such as {legal!r})")
+        if array.dtype.kind != "f":
+            raise InputError(str(path), f"{name} is {array.dtype}; expected a floating-point array")
+        return array
+    if label not in _DTYPES:
+        raise InputError(str(path), f"{name}_dtype is {label!r}; legal: {', '.join(_DTYPES)}")
+    stored = _BITS.get(label, _DTYPES[label])
+    if array.dtype != stored:
+        raise InputError(str(path), f"{name} is {array.dtype}, but {name}_dtype says {label}, which is stored as {stored}")
+    return array.view(_DTYPES[label])
+
+
+def _as_dtype(path: str | Path, name: str, array: Array, dtype: str, cast: bool) -> Array:
+    wanted = _DTYPES[dtype]
+    if array.dtype == wanted:
+        return array
+    have = _NAMES.get(array.dtype, array.dtype.name)
+    if not cast:
+        raise InputError(str(path), f"{name} is {have}, the attention's dtype is {dtype}; --cast converts it")
+    wide = array.astype(np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):  # counted below
+        result = wide.astype(wanted)
+    lost = int(np.count_nonzero(np.isfinite(wide) & ~np.isfinite(result.astype(np.float32))))
+    if lost:
+        raise InputError(
+            str(path), f"{name}: {lost} finite values of {have} are beyond {dtype}, whose largest is {ml_dtypes.finfo(wanted).max}"
+        )
+    return result
+
+
+def _reason(error: Exception) -> str:
+    text = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return " ".join(text.split()) or type(error).__name__

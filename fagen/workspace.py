@@ -1,0 +1,106 @@
+"""Global memory that kernels need beside their tensors (tile counters, accumulators), so that no launch allocates.
+
+Two launches that may run at the same time must not share a workspace. Launches on one stream run one after another, and so do
+launches captured from one stream in one capture; so the *owner* of a workspace is a stream, or a (stream, capture) for launches
+that go into a CUDA graph, which may be replayed on any stream at any later time.
+
+  up to 64 bytes   a slot of a pool that is allocated and zeroed once per device; a slot belongs to its owner for good
+  larger           one buffer per owner, which grows outside captures. Memory cannot be allocated inside a capture, so a capture
+                   takes over the buffer that a warm-up call on the same stream left behind (and must not be replayed before that
+                   warm-up call is done)
+"""
+
+from __future__ import annotations
+
+import threading
+from functools import cache
+
+from . import driver
+from .errors import LaunchError
+
+SLOT_BYTES = 64
+SLOTS = 16384  # 1 MiB a device: enough for some ten thousand captured graphs
+
+Owner = int | tuple[int, int]
+Request = tuple[str, int, bool]
+"""Name, bytes, and whether it must be 0 (the kernel leaves it 0 for the next one)."""
+
+
+class Workspaces:
+    """The workspaces of all kernels on one device. Needs the device's context to be current when made and when asked."""
+
+    def __init__(self, device: int):
+        self._device = device
+        self._lock = threading.Lock()
+        self._ready: dict[tuple[Owner, tuple[Request, ...]], tuple[int, ...]] = {}
+        self._slots: dict[tuple[Owner, str, bool], int] = {}
+        self._buffers: dict[tuple[Owner, str, bool], tuple[int, int]] = {}
+        self._pool = self._allocate(SLOT_BYTES * SLOTS, zeroed=True)
+
+    def pointers(self, requests: tuple[Request, ...], stream: int) -> tuple[int, ...]:
+        """Device addresses, in order, for a launch on the stream. Only the owner's first call costs more than a look-up.
+
+        LaunchError: the pool is exhausted, or a large workspace is missing inside a capture.
+        """
+        capture = driver.capture_id(stream) if driver.is_capturing(stream) else 0
+        owner: Owner = (stream, -capture) if capture else stream  # negative: never equal to a thread's number below
+        if stream == driver.PER_THREAD_STREAM and not capture:
+            owner = (stream, threading.get_ident())
+        found = self._ready.get((owner, requests))
+        if found is None:
+            with self._lock:
+                found = tuple(self._provide(owner, stream, bool(capture), r) for r in requests)
+                self._ready[owner, requests] = found
+        return found
+
+    def _provide(self, owner: Owner, stream: int, capturing: bool, request: Request) -> int:
+        name, nbytes, zeroed = request
+        key = (owner, name, zeroed)
+        if nbytes <= SLOT_BYTES:
+            if key not in self._slots:
+                if len(self._slots) == SLOTS:
+                    raise LaunchError(
+                        f"all {SLOTS} workspace slots of cuda:{self._device} are taken: every stream, and every captured CUDA graph, "
+                        "keeps one for good; launch on fewer streams or capture fewer graphs in one process"
+                    )
+                self._slots[key] = self._pool + SLOT_BYTES * len(self._slots)
+            return self._slots[key]
+        ptr, size = self._buffers.get(key, (0, 0))
+        if size >= nbytes:
+            return ptr
+        if capturing:
+            ptr, size = self._buffers.get((stream, name, zeroed), (0, 0))
+            if size < nbytes:
+                raise LaunchError(
+                    f"the workspace {name!r} ({nbytes} bytes) cannot be allocated while stream {stream:#x} captures a CUDA graph: "
+                    "warm up first, with the same call on the same stream"
+                )
+            del self._buffers[stream, name, zeroed]
+            self._forget(stream)
+        else:
+            if size:
+                driver.stream_synchronize(stream)  # earlier launches may still use the smaller one
+                driver.mem_free(ptr)
+                self._forget(owner)
+            ptr, size = self._allocate(nbytes, zeroed), nbytes
+        self._buffers[key] = ptr, size
+        return ptr
+
+    def _forget(self, owner: Owner) -> None:
+        for key in [k for k in self._ready if k[0] == owner]:
+            del self._ready[key]
+
+    def _allocate(self, nbytes: int, zeroed: bool) -> int:
+        ptr = driver.mem_alloc(nbytes)
+        if zeroed:
+            stream = driver.own_stream(self._device)
+            driver.memset(ptr, 0, nbytes, stream)
+            driver.stream_synchronize(stream)
+        return ptr
+
+
+@cache
+def workspaces(device: int) -> Workspaces:
+    """Those of a device. The first call allocates, so it must not happen while a CUDA graph is captured."""
+    with driver.use_device(device):
+        return Workspaces(device)
