@@ -57,6 +57,9 @@ class Expr:
     def __or__(self, other: IntLike) -> Expr:
         return _fold("|", self, as_expr(other))
 
+    def __xor__(self, other: IntLike) -> Expr:
+        return _fold("^", self, as_expr(other))
+
     def __lt__(self, other: IntLike) -> Expr:
         return _fold("<", self, as_expr(other))
 
@@ -79,6 +82,14 @@ class Expr:
     def c(self, names: Callable[[str], str] = str) -> str:
         """C source; `names` maps a symbol to how the surrounding code spells it (`sk` to `p.sk`)."""
         return _print(self, names)[0]
+
+    def substitute(self, values: Mapping[str, IntLike]) -> Expr:
+        """The same expression with some symbols replaced."""
+        if isinstance(self, Sym):
+            return as_expr(values[self.name]) if self.name in values else self
+        if isinstance(self, Op):
+            return _fold(self.op, *(a.substitute(values) for a in self.args))
+        return self
 
     def symbols(self) -> frozenset[str]:
         """The names that `eval` needs."""
@@ -143,7 +154,7 @@ def pow2floor(a: IntLike) -> Expr:
     return _fold("pow2floor", as_expr(a))
 
 
-_PRECEDENCE = {"*": 7, "/": 7, "%": 7, "+": 6, "-": 6, "<": 5, ">": 5, "<=": 5, ">=": 5, "==": 4, "&": 3, "|": 2}
+_PRECEDENCE = {"*": 7, "/": 7, "%": 7, "+": 6, "-": 6, "<": 5, ">": 5, "<=": 5, ">=": 5, "==": 4, "&": 3, "^": 2, "|": 1}
 _APPLY: dict[str, Callable[..., int]] = {
     "+": lambda a, b: a + b,
     "-": lambda a, b: a - b,
@@ -156,6 +167,7 @@ _APPLY: dict[str, Callable[..., int]] = {
     ">=": lambda a, b: int(a >= b),
     "==": lambda a, b: int(a == b),
     "&": lambda a, b: a & b,
+    "^": lambda a, b: a ^ b,
     "|": lambda a, b: a | b,
     "min": min,
     "max": max,

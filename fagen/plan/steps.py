@@ -528,7 +528,7 @@ def number(body: Body, prefix: str) -> Body:
     seen: dict[str, int] = {}
     out: list[Step] = []
     for step in body:
-        own = step.name or (step.segment if isinstance(step, Loop) and step.segment else _snake(step.kind))
+        own = step.name or _own_name(step)
         path = f"{prefix}.{own}"
         seen[path] = seen.get(path, 0) + 1
         if seen[path] > 1:
@@ -538,6 +538,14 @@ def number(body: Body, prefix: str) -> Body:
             inner[field] = number(b, path if field != "orelse" else f"{path}.else")
         out.append(replace(step, id=path, **inner))  # type: ignore[arg-type]
     return tuple(out)
+
+
+def _own_name(step: Step) -> str:
+    """Of an unnamed step: a loop's segment, else the kind and what it acts on (wait_k_full, advance_k, let_m)."""
+    if isinstance(step, Loop) and step.segment:
+        return step.segment
+    on = next((getattr(step, f) for f in ("bar", "cursor", "var", "dst") if isinstance(getattr(step, f, None), str)), "")
+    return f"{_snake(step.kind)}_{on}" if on else _snake(step.kind)
 
 
 def _snake(kind: str) -> str:

@@ -1,0 +1,368 @@
+"""One function per step kind: a step's fields as the C that its template prints. All numbers come from the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import InternalError
+from ..plan import matrix
+from ..plan import steps as st
+from ..plan.expr import Expr, as_expr, sym
+from ..plan.kernel import KernelPlan
+from ..plan.layout import ACC64, LAYOUTS
+from .templates import Helpers, View
+
+PACK = {"bf16": ("pack_bf16", "bf16x2"), "fp16": ("pack_f16", "f16x2")}
+PTX_TYPE = {"bf16": "bf16", "fp16": "f16"}
+
+
+class Scope:
+    """What a step's view may look up: its kernel and role, how symbols are spelled, and the device functions collected so far."""
+
+    def __init__(self, kernel: KernelPlan, role: st.Role, helpers: Helpers):
+        self.kernel, self.role, self.helpers = kernel, role, helpers
+        self._params = {p.name for p in kernel.params}
+        self._frags = {f.name: f for f in role.frags}
+        self._cursors = {c.name: c for c in role.cursors}
+
+    def c(self, e: Expr) -> str:
+        return e.c(lambda name: f"p.{name}" if name in self._params else name)
+
+    def frag(self, name: str) -> st.Frag:
+        return self._frags[name]
+
+    def parts(self, name: str) -> list[str]:
+        """C names of a Frag's blocks of 16 (or 64) rows."""
+        f = self.frag(name)
+        return [name] if f.unit_rows == 64 else [f"{name}[{i}]" for i in range(f.blocks)]
+
+    def zipped(self, **frags: str) -> list[dict[str, str]]:
+        """Blocks of several Frags side by side: parts(s="S", m="m_ref") is [{"s": "S[0]", "m": "m_ref[0]"}, …]."""
+        columns = [self.parts(f) for f in frags.values()]
+        return [dict(zip(frags, row)) for row in zip(*columns)]
+
+    def slot_address(self, slot: st.Slot) -> str:
+        """Address of the tile in shared memory."""
+        tile = self.kernel.smem_of(slot.smem)
+        if slot.cursor is None or self._cursors[slot.cursor].stages == 1:
+            return f"smem_{slot.smem}"
+        return f"smem_{slot.smem} + {slot.cursor}.slot * {tile.tile_bytes}"
+
+    def bar_address(self, bar: str, cursor: str) -> str:
+        return bar if self.kernel.mbar_of(bar).stages == 1 else f"{bar} + 8 * {cursor}.slot"
+
+    def rows(self, frag: str, first_row: Expr) -> list[Expr]:
+        """Of each block, the row that this thread's first elements belong to; the second row is 8 further."""
+        f = self.frag(frag)
+        return [first_row + as_expr(f.unit_rows * i) + LAYOUTS[f.layout].row_thread for i in range(f.blocks)]
+
+
+def view(step: st.Step, scope: Scope) -> tuple[str, View]:
+    """The template of a step, and what it substitutes; device functions it calls are put into scope.helpers."""
+    make = _VIEWS.get(type(step))
+    if make is None:
+        raise InternalError(f"no template for step kind {step.kind}")
+    template, values = make(step, scope)
+    scope.helpers.need(f"steps/{template}", values)
+    return template, values
+
+
+# control ----------------------------------------------------------------------------------------------------------------
+
+
+def _assign(template: str) -> Callable[[Any, Scope], tuple[str, View]]:
+    return lambda s, x: (template, {"var": s.var, "value": x.c(s.value)})
+
+
+def _loop(s: st.Loop, x: Scope) -> tuple[str, View]:
+    if isinstance(s.step, Expr):
+        condition, advance = f"{s.var} < {x.c(s.last + 1)}", f"{s.var} += {x.c(s.step)}"
+    elif s.step > 0:
+        condition, advance = f"{s.var} < {x.c(s.last + 1)}", f"++{s.var}" if s.step == 1 else f"{s.var} += {s.step}"
+    else:
+        condition, advance = f"{s.var} >= {x.c(s.last)}", f"--{s.var}" if s.step == -1 else f"{s.var} -= {-s.step}"
+    return "loop", {"var": s.var, "first": x.c(s.first), "condition": condition, "advance": advance}
+
+
+def _break(s: st.Break, x: Scope) -> tuple[str, View]:
+    return "break", {"cond": x.c(s.cond)}
+
+
+def _if(s: st.If, x: Scope) -> tuple[str, View]:
+    return ("if_else" if s.orelse else "if"), {"cond": x.c(s.cond)}
+
+
+# copies -----------------------------------------------------------------------------------------------------------------
+
+
+def _tma_load(s: st.TmaLoad, x: Scope) -> tuple[str, View]:
+    assert s.dst.cursor is not None
+    x.helpers.need(f"ptx/createpolicy_{s.hint}")
+    return "tma_load", {
+        "bar": x.bar_address(s.full, s.dst.cursor),
+        "bytes": x.kernel.mbar_of(s.full).tx_bytes,
+        "dst": x.slot_address(s.dst),
+        "src": s.src,
+        "seq": x.c(s.seq),
+        "head": x.c(s.head),
+        "batch": x.c(s.batch),
+        "policy": s.hint,
+    }
+
+
+def _global(tensor: str, s: Any, x: Scope, first: Expr | None) -> str:
+    """C address of a (batch, seq, heads, dim) tensor at a batch and head, and at a first row; 64-bit, since the strides are."""
+    terms = [sym(f"{tensor}_sb"), sym(f"{tensor}_sh"), sym(f"{tensor}_ss")]
+    index = [s.batch, s.head, first]
+    return f"p.{tensor}" + "".join(f" + {x.c(i * t)}" for i, t in zip(index, terms) if i is not None)
+
+
+def _cp_async(s: st.CpAsync, x: Scope) -> tuple[str, View]:
+    tile = x.kernel.smem_of(s.dst.smem)
+    return "cp_async", {
+        "rows": tile.rows,
+        "units": tile.cols * st.DTYPE_BYTES[tile.dtype] // 16,
+        "threads": x.role.threads,
+        "dst": x.slot_address(s.dst),
+        "src": _global(s.src, s, x, s.seq),
+        "stride": f"p.{s.src}_ss",
+        "seq": x.c(s.seq),
+        "limit": x.c(s.limit),
+    }
+
+
+def _load_frag(s: st.LoadFrag, x: Scope) -> tuple[str, View]:
+    tile = x.kernel.smem_of(s.src.smem)
+    assert s.src.row is not None
+    at = matrix.ldmatrix_a(tile)
+    return "load_frag", {"dst": s.dst, "src": x.slot_address(s.src), "row": x.c(s.src.row), "at": at.c()}
+
+
+def _store_out(s: st.StoreOut, x: Scope) -> tuple[str, View]:
+    pack = _pack_function(x.kernel.gmem_of(s.dst).dtype, x)
+    rows = [x.c(r) for r in x.rows(s.src, s.first_row)]
+    return "store_out", {
+        "dst": _global(s.dst, s, x, None),
+        "stride": f"p.{s.dst}_ss",
+        "limit": x.c(s.limit),
+        "pack": pack,
+        "parts": [{"src": p, "row": r} for p, r in zip(x.parts(s.src), rows)],
+    }
+
+
+def _store_row(s: st.StoreRow, x: Scope) -> tuple[str, View]:
+    rows = [x.c(r) for r in x.rows(s.src, s.first_row)]
+    return "store_row", {
+        "dst": f"p.{s.dst} + ((i64){x.c(s.batch)} * p.hq + {x.c(s.head)}) * p.sq",
+        "limit": x.c(s.limit),
+        "parts": [{"src": p, "row": r} for p, r in zip(x.parts(s.src), rows)],
+    }
+
+
+def _pack_function(dtype: str, x: Scope) -> str:
+    name, kind = PACK[dtype]
+    x.helpers.need("ptx/cvt_pack", {"name": name, "type": kind})
+    return name
+
+
+# tiles, synchronisation -------------------------------------------------------------------------------------------------
+
+
+def _claim(s: st.ClaimTile, x: Scope) -> tuple[str, View]:
+    return "claim_tile", {"var": s.var, "counter": s.counter}
+
+
+def _put_tile(s: st.PutTile, x: Scope) -> tuple[str, View]:
+    return "put_tile", {"dst": x.slot_address(s.dst), "value": x.c(s.value)}
+
+
+def _get_tile(s: st.GetTile, x: Scope) -> tuple[str, View]:
+    return "get_tile", {"var": s.var, "src": x.slot_address(s.src)}
+
+
+def _wait(s: st.Wait, x: Scope) -> tuple[str, View]:
+    return "wait", {"bar": x.bar_address(s.bar, s.cursor), "phase": f"{s.cursor}.phase"}
+
+
+def _arrive(s: st.Arrive, x: Scope) -> tuple[str, View]:
+    return ("arrive" if s.who == "warp" else "arrive_thread"), {"bar": x.bar_address(s.bar, s.cursor)}
+
+
+def _named(template: str) -> Callable[[Any, Scope], tuple[str, View]]:
+    def make(s: Any, x: Scope) -> tuple[str, View]:
+        bar = x.kernel.nbar_of(s.bar)
+        return template, {"id": x.c(bar.first_id + s.index), "threads": bar.threads}
+
+    return make
+
+
+# matrix -----------------------------------------------------------------------------------------------------------------
+
+
+def _mma(s: st.Mma, x: Scope) -> tuple[str, View]:
+    return _mma_wgmma(s, x) if s.unit == "wgmma" else _mma_sync(s, x)
+
+
+def _mma_title(s: st.Mma) -> str:
+    a = s.a if isinstance(s.a, str) else s.a.smem
+    return f"{s.d} {'+=' if s.accumulate else '='} {a} · {s.b.smem}{'' if s.trans_b else 'ᵀ'}, the whole tile"
+
+
+def _mma_wgmma(s: st.Mma, x: Scope) -> tuple[str, View]:
+    d, tile = x.frag(s.d), x.kernel.smem_of(s.b.smem)
+    depth = matrix.k_depth(tile.dtype)
+    b = matrix.wgmma_operand(tile, s.trans_b)
+    k_steps = (tile.rows if s.trans_b else tile.cols) // depth
+    if isinstance(s.a, str):
+        a, a_param, a_at_k = s.a, f"const u32 (&a)[{x.frag(s.a).registers}]", "a[4 * k], a[4 * k + 1], a[4 * k + 2], a[4 * k + 3]"
+    else:
+        source = matrix.wgmma_operand(x.kernel.smem_of(s.a.smem), False)
+        a, a_param, a_at_k = f"desc_{s.a.smem}", "u64 a", f"a + {source.at_k.c()}"
+    suffix = ("_rs" if isinstance(s.a, str) else "_ss") + ("_t" if s.trans_b else "")
+    instruction = f"wgmma_m64n{d.cols}k{depth}{suffix}"
+    x.helpers.need("ptx/wgmma_mma_async", _wgmma_instruction(instruction, d.cols, depth, PTX_TYPE[tile.dtype], s))
+    return "mma_wgmma", {
+        "function": s.name,
+        "title": _mma_title(s),
+        "d": s.d,
+        "a": a,
+        "b": f"desc_{s.b.smem}" + (f" + {s.b.cursor}.slot * {b.slot}" if tile.stages > 1 else ""),
+        "regs": d.registers,
+        "a_param": a_param,
+        "a_at_k": a_at_k,
+        "b_at_k": b.at_k.c(),
+        "k_steps": k_steps,
+        "instruction": instruction,
+        "accumulate": "1" if s.accumulate else "k != 0",
+    }
+
+
+def _wgmma_instruction(name: str, n: int, k: int, ab: str, s: st.Mma) -> View:
+    """Operand numbers of one wgmma: accumulators first, then A (a descriptor, or four registers), B's descriptor, the predicate."""
+    regs = n // 2
+    trans = int(s.trans_b)
+    if isinstance(s.a, str):
+        width, params, tail = 4, "u32 a0, u32 a1, u32 a2, u32 a3", f", {trans}"
+        operand = "{" + ", ".join(f"%{regs + i}" for i in range(4)) + "}"
+        inputs = ", ".join(f'"r"(a{i})' for i in range(4))
+    else:
+        width, params, tail, operand, inputs = 1, "u64 a", f", 0, {trans}", f"%{regs}", '"l"(a)'
+    return {
+        "name": name,
+        "n": n,
+        "k": k,
+        "ab": ab,
+        "regs": regs,
+        "a_params": params,
+        "a_operand": operand,
+        "a_inputs": inputs,
+        "b_at": regs + width,
+        "p_at": regs + width + 1,
+        "tail": tail,
+    }
+
+
+def _mma_sync(s: st.Mma, x: Scope) -> tuple[str, View]:
+    d, tile = x.frag(s.d), x.kernel.smem_of(s.b.smem)
+    x.helpers.need("ptx/mma_m16n8k16", {"ab": PTX_TYPE[tile.dtype]})
+    load = "ldmatrix_trans" if s.trans_b else "ldmatrix"
+    values = {
+        "function": s.name,
+        "title": _mma_title(s),
+        "d": s.d,
+        "b": x.slot_address(s.b),
+        "regs": d.registers // d.blocks,
+        "k_steps": (tile.rows if s.trans_b else tile.cols) // 16,
+        "n_steps": d.cols // 16,
+        "load_b": f"{load}(b, tile + {matrix.ldmatrix_b(tile, s.trans_b).c()})",
+        "before": [] if s.accumulate else ["for (int i = 0; i < BLOCKS; ++i) fill(d[i], 0.f);"],
+    }
+    if isinstance(s.a, str):
+        return "mma_sync_frag", values | {"a": s.a, "a_regs": x.frag(s.a).registers // d.blocks}
+    source = x.kernel.smem_of(s.a.smem)
+    assert s.a.row is not None
+    load_a = f"ldmatrix(a[i], a_tile + {matrix.ldmatrix_a(source).c()})"
+    return "mma_sync_smem", values | {"a": x.slot_address(s.a), "row": x.c(s.a.row), "load_a": load_a}
+
+
+def _mma_wait(s: st.MmaWait, x: Scope) -> tuple[str, View]:
+    return "mma_wait", {"pending": s.pending, "pins": [f for f in s.ready if x.frag(f).dtype == "fp32"]}
+
+
+# registers --------------------------------------------------------------------------------------------------------------
+
+
+def _fill(s: st.Fill, x: Scope) -> tuple[str, View]:
+    return "fill", {"parts": x.parts(s.dst), "value": "0.f" if s.value == 0 else "NEG_INF"}
+
+
+def _limits(s: st.Limits, x: Scope) -> tuple[str, View]:
+    column = ACC64.col_thread  # the same in acc16
+    parts = []
+    for name, row in zip(x.parts(s.dst), x.rows(s.dst, s.first_row)):
+        first, second = (x.c(s.limit.substitute({"row": r})) for r in (row, row + 8))
+        parts.append({"dst": name, "first": first, "second": second})
+    return "limits", {"parts": parts, "column": column.c()}
+
+
+def _mask(s: st.Mask, x: Scope) -> tuple[str, View]:
+    column = LAYOUTS[x.frag(s.s).layout].col_element.c()
+    return "mask", {"parts": x.zipped(s=s.s, limits=s.limits), "first_key": x.c(s.first_key), "column": column}
+
+
+def _online_softmax(s: st.OnlineSoftmax, x: Scope) -> tuple[str, View]:
+    if s.first:
+        return "first_softmax", {"parts": x.zipped(s=s.s, m=s.m, l=s.l)}
+    return "online_softmax", {"parts": x.zipped(s=s.s, m=s.m, l=s.l, alpha=s.alpha)}
+
+
+def _pack(s: st.Pack, x: Scope) -> tuple[str, View]:
+    return "pack", {"parts": x.zipped(p=s.p, s=s.s), "pack": _pack_function(x.frag(s.p).dtype, x)}
+
+
+def _rescale(s: st.Rescale, x: Scope) -> tuple[str, View]:
+    return "rescale", {"parts": x.zipped(o=s.o, alpha=s.alpha)}
+
+
+def _finalise(s: st.Finalise, x: Scope) -> tuple[str, View]:
+    return "finalise", {"parts": x.zipped(o=s.o, m=s.m, l=s.l, lse=s.lse)}
+
+
+_VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {
+    st.Let: _assign("let"),
+    st.Var: _assign("var"),
+    st.Set: _assign("set"),
+    st.Loop: _loop,
+    st.Forever: lambda s, x: ("forever", {}),
+    st.Break: _break,
+    st.If: _if,
+    st.Elected: lambda s, x: ("elected", {}),
+    st.TmaLoad: _tma_load,
+    st.CpAsync: _cp_async,
+    st.CpCommit: lambda s, x: ("cp_commit", {}),
+    st.CpWait: lambda s, x: ("cp_wait", {"pending": s.pending}),
+    st.LoadFrag: _load_frag,
+    st.StoreOut: _store_out,
+    st.StoreRow: _store_row,
+    st.ClaimTile: _claim,
+    st.PutTile: _put_tile,
+    st.GetTile: _get_tile,
+    st.ResetCounter: lambda s, x: ("reset_counter", {"counter": s.counter}),
+    st.Wait: _wait,
+    st.Arrive: _arrive,
+    st.Advance: lambda s, x: ("advance", {"cursor": s.cursor}),
+    st.Sync: _named("sync"),
+    st.NArrive: _named("n_arrive"),
+    st.CtaSync: lambda s, x: ("cta_sync", {}),
+    st.ProxyFence: lambda s, x: ("proxy_fence", {}),
+    st.Mma: _mma,
+    st.MmaWait: _mma_wait,
+    st.Fill: _fill,
+    st.Limits: _limits,
+    st.Mask: _mask,
+    st.OnlineSoftmax: _online_softmax,
+    st.Pack: _pack,
+    st.Rescale: _rescale,
+    st.Finalise: _finalise,
+}

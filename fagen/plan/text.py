@@ -1,0 +1,101 @@
+"""A program as text: the loop nest that stands at the head of a generated file and that `explain` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .expr import Expr
+from .kernel import KernelPlan
+from .steps import (
+    Arrive,
+    Body,
+    Break,
+    CpAsync,
+    CpWait,
+    Elected,
+    Forever,
+    If,
+    Loop,
+    Mma,
+    MmaWait,
+    NArrive,
+    Slot,
+    Step,
+    StoreOut,
+    StoreRow,
+    Sync,
+    TmaLoad,
+    Wait,
+    step_fields,
+)
+
+SILENT = ("Let", "Var", "Set", "Advance", "Limits", "Fill")  # bookkeeping that would hide the shape of the loop
+
+
+def loop_nest(kernel: KernelPlan) -> list[str]:
+    """One line a step, indented by loop; bookkeeping left out."""
+    lines = []
+    for role in kernel.roles:
+        threads = "one thread" if role.elect else f"{role.count} × {role.warps * 32} threads"
+        registers = f", {role.registers} registers" if role.registers else ""
+        lines.append(f"{role.name} ({threads}{registers})")
+        lines += list(_lines(role.body, 1))
+    return lines
+
+
+def _lines(body: Body, depth: int) -> Iterator[str]:
+    pad = "  " * depth
+    for step in body:
+        if step.kind in SILENT:
+            continue
+        if isinstance(step, Loop):
+            down = not isinstance(step.step, Expr) and step.step < 0
+            order = "down to" if down else "to"
+            yield f"{pad}for {step.var} = {step.first} {order} {step.last}  [{step.id}]"
+            yield from _lines(step.body, depth + 1)
+        elif isinstance(step, Forever):
+            yield f"{pad}until there is no tile left  [{step.id}]"
+            yield from _lines(step.body, depth + 1)
+        elif isinstance(step, If):
+            yield f"{pad}if {step.cond}"
+            yield from _lines(step.then, depth + 1)
+            if any(s.kind not in SILENT for s in step.orelse):
+                yield f"{pad}else"
+                yield from _lines(step.orelse, depth + 1)
+        elif isinstance(step, Elected):
+            yield f"{pad}one thread"
+            yield from _lines(step.body, depth + 1)
+        else:
+            yield pad + describe(step)
+
+
+def describe(step: Step) -> str:
+    """A step in a few words, with the tiles and barriers it touches."""
+    if isinstance(step, TmaLoad):
+        return f"TMA {step.dst.smem} ← {step.src}[{step.seq} …] → {step.full}"
+    if isinstance(step, CpAsync):
+        return f"cp.async {step.dst.smem} ← {step.src}[{step.seq} …]"
+    if isinstance(step, CpWait):
+        return f"wait for cp.async groups, {step.pending} may stay open"
+    if isinstance(step, Mma):
+        a = step.a if isinstance(step.a, str) else step.a.smem
+        sign = "+=" if step.accumulate else "="
+        return f"{step.unit} {step.d} {sign} {a} · {step.b.smem}{'' if step.trans_b else 'ᵀ'}"
+    if isinstance(step, MmaWait):
+        return f"wait for {' and '.join(step.ready)}" + (f", {step.pending} product still in flight" if step.pending else "")
+    if isinstance(step, Wait):
+        return f"wait {step.bar}"
+    if isinstance(step, Arrive):
+        return f"arrive {step.bar}"
+    if isinstance(step, Sync):
+        return f"sync {step.bar}[{step.index}]"
+    if isinstance(step, NArrive):
+        return f"arrive {step.bar}[{step.index}]"
+    if isinstance(step, (StoreOut, StoreRow)):
+        return f"store {step.dst} ← {step.src}"
+    if isinstance(step, Break):
+        return f"stop if {step.cond}"
+    words = [v for v in step_fields(step).values() if isinstance(v, str)]
+    words += [v.smem for v in step_fields(step).values() if isinstance(v, Slot)]
+    name = "".join((" " + c.lower()) if c.isupper() and i else c.lower() for i, c in enumerate(step.kind))
+    return f"{name} {', '.join(words)}".rstrip()
