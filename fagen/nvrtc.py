@@ -51,9 +51,8 @@ def options(arch: str) -> tuple[str, ...]:
 def compile_cubin(text: str, arch: str, name: str, *, step_ids: Container[str] | None = None) -> Compiled:
     """Compile CUDA source `text` to the machine code of exactly `arch`; `name` stands for the file in messages.
 
-    Raises CompileError: with the first error, the source line it points at and the step that printed it (the nearest comment at or
-    above the line that holds one of `step_ids`; None: anything like consumer.steady.qk), and the whole log; or with what to
-    install where there is no NVRTC.
+    Raises CompileError: with the first error, the source line it points at and the step it is part of (told by comments: see `step_at`),
+    and the whole log; or with what to install where there is no NVRTC.
     """
     file = name if name.endswith(".cu") else f"{name}.cu"
     which = compiler()
@@ -171,18 +170,28 @@ def _at(text: str, file: str, line: int, message: str, lines: list[int], step_id
     source = text.splitlines()
     step = next((s for n in reversed(lines) if (s := step_at(source, n, step_ids))), None)
     shown = [f"{n:>6} | {source[n - 1].strip()}" for n in lines if 0 < n <= len(source)]
-    by = [f"printed by step {step}"] if step else []
+    by = [f"in step {step}"] if step else []
     return "\n".join([f"{file}({line}): {message}", *shown, *by])
 
 
 def step_at(source: list[str], line: int, step_ids: Container[str] | None) -> str | None:
-    """The step id in the nearest comment at or above `line` (from 1), not further up than the function it stands in."""
+    """The innermost step named in a comment on `line` (from 1), on a line that encloses it (less indented, as sources are printed), or
+    right above one of these. `step_ids`: what counts as one; None: any dotted name."""
+    indent, adjacent = 1 << 30, True
     for text in reversed(source[:line]):
-        _, _, comment = text.partition("//")
-        for word in _STEP.findall(comment):
-            if step_ids is None or word in step_ids:
-                return str(word)
-        if text.startswith("}"):
+        code = text.strip()
+        if code.startswith("#"):
+            continue  # #pragma unroll stands between a comment and its loop
+        depth = len(text) - len(text.lstrip())
+        comment_above = adjacent and code.startswith("//") and depth == indent
+        if code and (depth < indent or comment_above):
+            for word in _STEP.findall(text.partition("//")[2]):
+                if step_ids is None or word in step_ids:
+                    return str(word)
+            indent, adjacent = depth, True
+        else:
+            adjacent = False
+        if indent == 0 and not adjacent:
             return None
     return None
 
