@@ -84,7 +84,7 @@ class Cases:
         s = self.schedule
         sk = max(n * s.tile_kv - (5 if ragged else 0), 0)
         if s.parallelism == "batch_heads":
-            return Problem(1, tiles * s.tile_q - (3 if ragged else 0), sk, 2, 2)
+            return Problem(1, tiles * s.tile_q - 3, sk, 2, 2) if ragged else Problem(1, tiles * s.tile_q, sk, 1, 1)
         if ragged:
             return Problem(1, tiles * s.tile_q - 3, sk, 1, 1)
         return Problem(2, s.tile_q, sk, 1, 1) if tiles == 2 else Problem(1, s.tile_q, sk, tiles, tiles)

@@ -59,7 +59,7 @@ def used_cursors(step: S.Step) -> frozenset[str]:
 
 def _cursors(kernel: KernelPlan, role: S.Role) -> Iterator[str]:
     """A cursor must exist, start at phase 0 or 1, and be as long as each ring it stands in."""
-    stages = {x.name: x.stages for x in (*kernel.smem, *kernel.mbars)}
+    stages = {t.name: t.stages for t in kernel.smem} | {b.name: b.stages for b in kernel.mbars}
     named = {b.name for b in kernel.nbars}
     cursors = {c.name: c for c in role.cursors}
     for c in role.cursors:
@@ -136,7 +136,7 @@ def _waits(run: Run) -> Iterator[Failure]:
     """A parity wait means one phase: the one before it is over when it begins, the one after cannot end until it has."""
     order = run.order
     for bar, phase, start, end, step in run.waits:
-        if phase > 0 and not order.before(bar.done[phase - 1], start):
+        if phase > 0 and not order.completed(bar.done[phase - 1], start):
             message = f"{step.id} waits for phase {phase} of {bar} when phase {phase - 1} may be open: the parity would let it pass"
             yield Failure("alias", message, run.case, order.witness(start, bar.done[phase - 1]))
         if phase + 1 < len(bar.done) and not order.before(end, bar.done[phase + 1]):
@@ -152,7 +152,7 @@ def _phases(run: Run) -> Iterator[Failure]:
     for name, done, phases in bars:
         for i in range(1, len(phases)):
             for e in phases[i]:
-                if not order.before(done[i - 1], e):
+                if not order.completed(done[i - 1], e):
                     message = f"{order.labels[e]} may count for phase {i - 1} of {name} instead of {i}"
                     yield Failure("phase", message, run.case, order.witness(e, done[i - 1]))
 

@@ -44,6 +44,11 @@ class Order:
         """Event a happens before b in every interleaving (or is b)."""
         return bool(self.masks[b] >> a & 1)
 
+    def completed(self, done: int, b: int) -> bool:
+        """A barrier's completion event `done` happens before b: it takes place with the last of what it is made of, so it is enough
+        that all of that happens before b, whether b is told of it by this barrier or by others."""
+        return not self.masks[done] & ~(1 << done) & ~self.masks[b]
+
     def witness(self, *last: int, after: int = 0, keep: int = 8) -> tuple[str, ...]:
         """A legal interleaving that ends with the events `last` in that order: the last `keep` of what must precede the first of
         them (and of the mask `after`), then what only the others need is left out, then they themselves."""

@@ -114,6 +114,10 @@ class Run:
             if plain is not None:
                 plain(self, line, step)
                 continue
+            if isinstance(step, S.Break):
+                if self.evaluate(step.cond, line.env):
+                    return True
+                continue
             blocking = _BLOCKING.get(type(step))
             if blocking is None:
                 raise unknown(step)
@@ -141,10 +145,6 @@ class Run:
                 return False
         self.refuse("endless", line, step, f"still runs after {LONGEST} turns")
         return False
-
-    def _break(self, line: Line, step: S.Break) -> Blocking:
-        return bool(self.evaluate(step.cond, line.env))
-        yield  # makes this a generator, as every handler in _BLOCKING is
 
     def _if(self, line: Line, step: S.If) -> Blocking:
         return self._body(line, step.then if self.evaluate(step.cond, line.env) else step.orelse)
@@ -458,12 +458,11 @@ _PLAIN: dict[type[S.Step], Callable[[Run, Line, Any], None]] = {
     S.ProxyFence: Run._proxy_fence,
     S.Mma: Run._mma,
     S.MmaWait: Run._mma_wait,
-    **{kind: Run._registers for kind in REGISTER_STEPS},
+    **dict.fromkeys(REGISTER_STEPS, Run._registers),
 }
 _BLOCKING: dict[type[S.Step], Callable[[Run, Line, Any], Blocking]] = {
     S.Loop: Run._loop,
     S.Forever: Run._forever,
-    S.Break: Run._break,
     S.If: Run._if,
     S.Elected: Run._elected,
     S.Wait: Run._wait,
