@@ -164,7 +164,7 @@ class Kernel:
         import numpy as np
 
         from .interop import host
-        from .interop.dlpack import numpy_dtype
+        from .oracle.numeric import DTYPES
 
         arrays = {n: host.describe(n, t, 0) for n, t in given.items()}
         problem, strides = self._check(arrays)
@@ -172,7 +172,7 @@ class Kernel:
             if name in given:
                 host.check_output(name, given[name])
             else:
-                given[name] = np.empty(shape, numpy_dtype(self.plan.attention.output_dtype if name == "out" else "fp32"))
+                given[name] = np.empty(shape, DTYPES[self.plan.attention.output_dtype if name == "out" else "fp32"])
         if problem.empty:
             return given["out"], given["lse"]
         device = driver.current_device()

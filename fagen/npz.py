@@ -19,16 +19,9 @@ import numpy as np
 
 from .attention import Attention
 from .errors import InputError
+from .oracle.numeric import DTYPES, Array
 
-Array = np.ndarray[Any, Any]
-
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "fp16": np.dtype(np.float16),
-    "fp32": np.dtype(np.float32),
-    "bf16": np.dtype(ml_dtypes.bfloat16),
-    "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
-}
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BITS = {"bf16": np.dtype(np.uint16), "e4m3": np.dtype(np.uint8)}
 _UNREADABLE = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib.error, NotImplementedError)
 """What NumPy and zipfile raise on a file that is truncated, damaged, encrypted, pickled or something else altogether."""
@@ -71,7 +64,7 @@ def write(path: str | Path, arrays: Mapping[str, Array]) -> None:
     for name, array in arrays.items():
         dtype = _NAMES.get(array.dtype)
         if dtype is None:
-            raise InputError(name, f"is {array.dtype}; an .npz of fagen holds {', '.join(_DTYPES)}")
+            raise InputError(name, f"is {array.dtype}; an .npz of fagen holds {', '.join(DTYPES)}")
         content[name] = array.view(_BITS[dtype]) if dtype in _BITS else array
         if dtype in _BITS:
             content[f"{name}_dtype"] = np.array(dtype)
@@ -103,16 +96,16 @@ def _decode(path: str | Path, name: str, loaded: Any) -> Array:
         if array.dtype.kind != "f":
             raise InputError(str(path), f"{name} is {array.dtype}; expected a floating-point array")
         return array
-    if label not in _DTYPES:
-        raise InputError(str(path), f"{name}_dtype is {label!r}; legal: {', '.join(_DTYPES)}")
-    stored = _BITS.get(label, _DTYPES[label])
+    if label not in DTYPES:
+        raise InputError(str(path), f"{name}_dtype is {label!r}; legal: {', '.join(DTYPES)}")
+    stored = _BITS.get(label, DTYPES[label])
     if array.dtype != stored:
         raise InputError(str(path), f"{name} is {array.dtype}, but {name}_dtype says {label}, which is stored as {stored}")
-    return array.view(_DTYPES[label])
+    return array.view(DTYPES[label])
 
 
 def _as_dtype(path: str | Path, name: str, array: Array, dtype: str, cast: bool) -> Array:
-    wanted = _DTYPES[dtype]
+    wanted = DTYPES[dtype]
     if array.dtype == wanted:
         return array
     have = _NAMES.get(array.dtype, array.dtype.name)

@@ -15,6 +15,7 @@ from typing import Any
 
 from .. import driver
 from ..errors import InputError
+from ..oracle.numeric import DTYPES
 from .arrays import DTYPE_NAMES, FRAMEWORK_NAMES, Array, contiguous_strides
 
 _CUDA_DEVICES = (2, 13)  # kDLCUDA, kDLCUDAManaged
@@ -83,7 +84,7 @@ class CuPy(Exporter):
 
     def empty(self, name: str, shape: tuple[int, ...], dtype: str, like: Any) -> Any:
         with self._cupy.cuda.Device(self.device(name, like)):
-            return self._cupy.empty(shape, dtype=numpy_dtype(dtype))
+            return self._cupy.empty(shape, dtype=DTYPES[dtype])
 
 
 class Jax(Exporter):
@@ -115,14 +116,6 @@ def _cupy() -> CuPy:
 
 def _jax() -> Jax:
     return Jax(sys.modules["jax"])
-
-
-def numpy_dtype(dtype: str) -> Any:
-    """Our name of a type → NumPy's dtype (of ml_dtypes for bf16 and e4m3)."""
-    import ml_dtypes
-    import numpy
-
-    return numpy.dtype(getattr(ml_dtypes if dtype in ("bf16", "e4m3") else numpy, FRAMEWORK_NAMES[dtype]))
 
 
 def _view(name: str, obj: Any, stream: int) -> Any:

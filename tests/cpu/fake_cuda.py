@@ -1,0 +1,339 @@
+"""A CUDA driver and a torch made of host memory, so that a launch can be followed to the last byte without a GPU.
+
+`FakeCuda` stands in for the module cuda.bindings.driver: device memory is host memory, streams run at once, and a launch calls
+`kernel(fake, arguments)`, which sees exactly what a GPU would: the array of argument addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import sys
+import threading
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+from cuda.bindings import driver as real
+
+from fagen import driver, workspace
+from fagen.oracle.numeric import DTYPES
+from fagen.plan import KernelPlan, Plan
+
+OK = real.CUresult.CUDA_SUCCESS
+_MAP = struct.Struct("<Q5Q4Q5I")
+
+
+@dataclass
+class LaunchRecord:
+    function: int
+    grid: int
+    block: int
+    smem: int
+    stream: int
+    context: int
+
+
+@dataclass
+class FakeCuda:
+    devices: int = 1
+    compute_capability: tuple[int, int] = (9, 0)
+    kernel: Callable[[int], None] | None = None
+    calls: list[str] = field(default_factory=list)
+    launches: list[LaunchRecord] = field(default_factory=list)
+    capturing: dict[int, int] = field(default_factory=dict)  # stream → capture id
+    fail: dict[str, Any] = field(default_factory=dict)  # call → status
+    local: threading.local = field(default_factory=threading.local)
+    memory: dict[int, Any] = field(default_factory=dict)
+
+    @property
+    def contexts(self) -> list[int]:
+        """The calling thread's stack of current contexts."""
+        return self.local.__dict__.setdefault("contexts", [])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("cu") and name[2].isupper():
+            handler = getattr(FakeCuda, f"do_{name}", None)
+            if handler is None:
+                raise AssertionError(f"the fake driver has no {name}")
+
+            def call(*args: Any) -> Any:
+                self.calls.append(name)
+                if name in self.fail:
+                    return (self.fail[name],)
+                return handler(self, *args)
+
+            return call
+        return getattr(real, name)
+
+    do_cuGetErrorName = staticmethod(lambda self, status: (OK, status.name.encode()))
+    do_cuGetErrorString = staticmethod(lambda self, status: (OK, b"what the driver says"))
+    do_cuDriverGetVersion = staticmethod(lambda self: (OK, 13000))
+    do_cuDeviceGetCount = staticmethod(lambda self: (OK, self.devices))
+    do_cuDeviceGet = staticmethod(lambda self, i: (OK, i))
+    do_cuDeviceGetName = staticmethod(lambda self, n, d: (OK, b"Fake GPU\0\0"))
+    do_cuDeviceTotalMem = staticmethod(lambda self, d: (OK, 1 << 30))
+    do_cuDevicePrimaryCtxRetain = staticmethod(lambda self, d: (OK, 0xC0 + d))
+    do_cuCtxGetCurrent = staticmethod(lambda self: (OK, self.contexts[-1] if self.contexts else 0))
+    do_cuCtxGetDevice = staticmethod(lambda self: (OK, self.contexts[-1] - 0xC0))
+    do_cuCtxPushCurrent = staticmethod(lambda self, c: (self.contexts.append(c), (OK,))[1])
+    do_cuCtxPopCurrent = staticmethod(lambda self: (OK, self.contexts.pop()))
+    do_cuCtxSynchronize = staticmethod(lambda self: (OK,))
+    do_cuStreamCreate = staticmethod(lambda self, flags: (OK, 0x5000 + len(self.calls)))
+    do_cuStreamSynchronize = staticmethod(lambda self, s: (OK,))
+    do_cuModuleLoadData = staticmethod(lambda self, image: (OK, 0x3000))
+    do_cuModuleUnload = staticmethod(lambda self, module: (OK,))
+    do_cuModuleGetFunction = staticmethod(lambda self, module, name: (OK, 0x4000))
+    do_cuFuncSetAttribute = staticmethod(lambda self, f, a, v: (OK,))
+
+    def do_cuDeviceGetAttribute(self, attribute: Any, device: int) -> Any:
+        values = {"COMPUTE_CAPABILITY_MAJOR": self.compute_capability[0], "COMPUTE_CAPABILITY_MINOR": self.compute_capability[1]}
+        return OK, values.get(attribute.name.removeprefix("CU_DEVICE_ATTRIBUTE_"), 132)
+
+    def do_cuMemAlloc(self, nbytes: int) -> Any:
+        raw = ctypes.create_string_buffer(b"\xab" * (nbytes + 256), nbytes + 256)  # poisoned, as fresh device memory may be
+        address = (ctypes.addressof(raw) + 255) & ~255
+        self.memory[address] = raw
+        return OK, address
+
+    def do_cuMemFree(self, ptr: int) -> Any:
+        del self.memory[ptr]
+        return (OK,)
+
+    def do_cuMemHostAlloc(self, nbytes: int, flags: int) -> Any:
+        return self.do_cuMemAlloc(nbytes)
+
+    do_cuMemHostGetDevicePointer = staticmethod(lambda self, host, flags: (OK, host))
+
+    def do_cuMemsetD8Async(self, ptr: int, byte: int, nbytes: int, stream: int) -> Any:
+        ctypes.memset(ptr, byte, nbytes)
+        return (OK,)
+
+    def do_cuMemcpyHtoDAsync(self, ptr: int, host: int, nbytes: int, stream: int) -> Any:
+        ctypes.memmove(ptr, host, nbytes)
+        return (OK,)
+
+    def do_cuMemcpyDtoHAsync(self, host: int, ptr: int, nbytes: int, stream: int) -> Any:
+        ctypes.memmove(host, ptr, nbytes)
+        return (OK,)
+
+    def do_cuStreamIsCapturing(self, stream: int) -> Any:
+        return OK, real.CUstreamCaptureStatus(int(stream in self.capturing))
+
+    def do_cuStreamGetCaptureInfo(self, stream: int) -> Any:
+        return OK, real.CUstreamCaptureStatus(int(stream in self.capturing)), self.capturing.get(stream, 0), 0, [], [], 0
+
+    def do_cuTensorMapEncodeTiled(self, dtype: Any, rank: int, address: int, dims: Any, strides: Any, box: Any, *rest: Any) -> Any:
+        assert rank == 5 and address % 16 == 0 and address > 0
+        raw = ctypes.create_string_buffer(128)
+        _MAP.pack_into(raw, 0, address, *(int(x) for x in (*dims, *strides, *box)))
+        return OK, types.SimpleNamespace(getPtr=lambda: ctypes.addressof(raw))
+
+    def do_cuLaunchKernel(
+        self, f: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int, smem: int, stream: int, params: int, extra: int
+    ) -> Any:
+        assert (gy, gz, by, bz) == (1, 1, 1, 1)
+        self.launches.append(LaunchRecord(f, gx, bx, smem, stream, self.contexts[-1]))
+        if self.kernel is not None:
+            self.kernel(params)
+        return (OK,)
+
+
+def install(monkeypatch: Any, **settings: Any) -> FakeCuda:
+    """Make a FakeCuda the driver that fagen talks to, with empty caches before and after."""
+    fake = FakeCuda(**settings)
+    monkeypatch.setattr(driver, "api", lambda: fake)
+    for name in ("device_info", "primary_context", "own_stream"):
+        monkeypatch.setattr(driver, name, _fresh(getattr(driver, name)))
+    fresh = _fresh(workspace.workspaces)
+    monkeypatch.setattr(workspace, "workspaces", fresh)
+    monkeypatch.setattr("fagen.launch.workspaces", fresh)
+    return fake
+
+
+def _fresh(cached: Any) -> Any:
+    return cache(cached.__wrapped__)
+
+
+def params_struct(kernel: KernelPlan) -> type[ctypes.Structure]:
+    """struct Params of a kernel as a C compiler lays it out."""
+    scalar = {"i64": ctypes.c_int64, "i32": ctypes.c_int32}
+    fields = [(n, ctypes.c_uint64) for n in kernel.pointers] + [(p.name, scalar[p.ctype]) for p in kernel.params]
+    return type("Params", (ctypes.Structure,), {"_fields_": fields})
+
+
+def read_arguments(kernel: KernelPlan, params: int) -> tuple[dict[str, tuple[int, ...]], Any]:
+    """What the kernel receives: its tensor maps by tensor, as (address, dims, strides, box) in one tuple, and Params."""
+    addresses = (ctypes.c_void_p * (len(kernel.maps) + 1)).from_address(params)
+    maps = {}
+    for recipe, address in zip(kernel.maps, addresses):
+        assert address % 64 == 0
+        maps[recipe.tensor] = _MAP.unpack(ctypes.string_at(address, _MAP.size))
+    return maps, params_struct(kernel).from_address(addresses[len(kernel.maps)])
+
+
+def device_array(address: int, shape: Any, byte_strides: Any, dtype: str) -> Any:
+    """A view of (fake) device memory."""
+    item = DTYPES[dtype]
+    length = item.itemsize + sum((n - 1) * s for n, s in zip(shape, byte_strides))
+    raw = np.frombuffer((ctypes.c_uint8 * length).from_address(address), np.uint8)
+    return np.lib.stride_tricks.as_strided(raw[: item.itemsize].view(item), shape, byte_strides)
+
+
+def attention_kernel(plan: Plan) -> Callable[[int], None]:
+    """What the plan's kernel does (full mask), in NumPy, from its launch arguments alone."""
+    kernel, attention = plan.kernels[0], plan.attention
+
+    def run(params: int) -> None:
+        maps, p = read_arguments(kernel, params)
+        hkv = p.hq // p.group
+
+        def tensor(name: str) -> Any:
+            if name in maps:
+                address, chunk, rows, chunks, heads, batch, *rest = maps[name]
+                ss, cs, sh, sb = rest[:4]
+                a = device_array(address, (batch, rows, heads, chunks, chunk), (sb, ss, sh, cs, 2), attention.dtype)
+                return a.reshape(batch, rows, heads, chunks * chunk)
+            rows, heads = (p.sq, p.hq) if name in ("q", "out") else (p.sk, hkv)
+            sb, ss, sh = (2 * getattr(p, f"{name}_{x}") for x in ("sb", "ss", "sh"))
+            width = attention.dv if name in ("v", "out") else attention.head_dim
+            return device_array(getattr(p, name), (batch_of(p), rows, heads, width), (sb, ss, sh, 2), attention.dtype)
+
+        def batch_of(p: Any) -> int:
+            return maps["q"][5] if maps else p.total // (p.n_m * p.hq)
+
+        q = tensor("q").astype(np.float64)
+        out, lse = tensor("out"), device_array(p.lse, (q.shape[0], p.hq, p.sq), (4 * p.hq * p.sq, 4 * p.sq, 4), "fp32")
+        if p.sk == 0:
+            out[...], lse[...] = 0, -np.inf
+            return
+        k, v = (np.repeat(tensor(n).astype(np.float64), p.group, 2) for n in "kv")
+        s = np.einsum("bihd,bjhd->bhij", q, k) * attention.softmax_scale
+        m = s.max(-1, keepdims=True)
+        e = np.exp(s - m)
+        out[...] = np.einsum("bhij,bjhd->bihd", e / e.sum(-1, keepdims=True), v).astype(out.dtype)
+        lse[...] = (m + np.log(e.sum(-1, keepdims=True)))[..., 0]
+
+    return run
+
+
+# a torch ------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Device:
+    type: str
+    index: int | None
+
+    def __str__(self) -> str:
+        return self.type if self.index is None else f"{self.type}:{self.index}"
+
+
+@dataclass(frozen=True)
+class Dtype:
+    name: str
+
+    def __str__(self) -> str:
+        return f"torch.{self.name}"
+
+
+class Tensor:
+    """The parts of torch.Tensor that fagen touches, over a NumPy array."""
+
+    def __init__(self, array: Any, device: Device = Device("cuda", 0)):
+        self.array, self.device, self.layout = array, device, "strided"
+        self.shape, self.dtype = array.shape, Dtype(array.dtype.name)
+
+    def stride(self) -> tuple[int, ...]:
+        return tuple(s // self.array.itemsize for s in self.array.strides)
+
+    def data_ptr(self) -> int:
+        return int(self.array.ctypes.data) if self.array.size else 0
+
+    def get_device(self) -> int:
+        return -1 if self.device.index is None else self.device.index
+
+
+def fake_torch(monkeypatch: Any, current_stream: int = 0x70) -> Any:
+    """A module `torch` in sys.modules; `.allocated` counts torch.empty."""
+    torch = types.ModuleType("torch")
+    torch.Tensor, torch.strided, torch.allocated = Tensor, "strided", 0
+    for name in ("bfloat16", "float16", "float32", "float8_e4m3fn"):
+        setattr(torch, name, Dtype(name))
+    theirs = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+
+    def empty(shape: Any, dtype: Dtype, device: Device) -> Tensor:
+        torch.allocated += 1
+        return Tensor(np.full(shape, np.nan, DTYPES[theirs[dtype.name]]), device)
+
+    torch.empty = empty
+    torch._C = types.SimpleNamespace()
+    torch.cuda = types.SimpleNamespace(current_stream=lambda device: types.SimpleNamespace(cuda_stream=current_stream + device))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    return torch
+
+
+# exporters of DLPack --------------------------------------------------------------------------------------------------------
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    )
+
+
+class _DLManagedTensor(ctypes.Structure):
+    _fields_ = (("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.CFUNCTYPE(None, ctypes.c_void_p)))
+
+
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+_CODES = {"float16": (2, 16), "float32": (2, 32), "bfloat16": (4, 16), "float8_e4m3fn": (10, 8)}  # of dlpack.h
+
+
+class Exporter:
+    """Exports a NumPy array by DLPack as if its memory were on a GPU. `streams` are those it was told of."""
+
+    def __init__(self, array: Any, device: tuple[int, int] = (2, 0), code: tuple[int, int] | None = None):
+        self.array, self._device, self._code = array, device, code or _CODES[array.dtype.name]
+        self.streams: list[Any] = []
+        self._alive: list[Any] = []
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._device
+
+    def __dlpack__(self, *, stream: Any = None, **options: Any) -> Any:
+        self.streams.append(stream)
+        managed, n = _DLManagedTensor(), self.array.ndim
+        shape = (ctypes.c_int64 * n)(*self.array.shape)
+        strides = (ctypes.c_int64 * n)(*(s // self.array.itemsize for s in self.array.strides))
+        t = managed.tensor
+        t.data = self.array.ctypes.data if self.array.size else None
+        t.device_type, t.device_id = self._device
+        t.ndim, t.shape, t.strides = n, shape, strides
+        t.code, t.bits, t.lanes = *self._code, 1
+        managed.deleter = type(managed.deleter)(lambda pointer: None)
+        self._alive.append((managed, shape, strides))
+        return _new_capsule(ctypes.addressof(managed), b"dltensor", None)
+
+
+def exporter_of(module: str) -> type[Exporter]:
+    """A subclass that claims to be defined in that module, with the `dtype` attribute that its arrays have."""
+
+    class ndarray(Exporter):
+        dtype = property(lambda self: self.array.dtype)
+
+    ndarray.__module__ = module
+    return ndarray
