@@ -8,6 +8,7 @@ back whole; and nothing on the way asks for a device. The library is the one of 
 
 from __future__ import annotations
 
+import ctypes
 import importlib.metadata
 import re
 import time
@@ -55,7 +56,6 @@ def compile_cubin(text: str, arch: str, name: str, *, step_ids: Container[str] |
     and the whole log; or with what to install where there is no NVRTC.
     """
     file = name if name.endswith(".cu") else f"{name}.cu"
-    which = compiler()
     nvrtc = _nvrtc()
     start = time.perf_counter()
     program = _program(nvrtc, text, file)
@@ -68,7 +68,7 @@ def compile_cubin(text: str, arch: str, name: str, *, step_ids: Container[str] |
         cubin = _text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    return Compiled(cubin, log, which, round(time.perf_counter() - start, 3))
+    return Compiled(cubin, log, _identify(), round(time.perf_counter() - start, 3))
 
 
 # ---------------------------------------------------------------------------------------------------------------- the library
@@ -81,6 +81,10 @@ def compiler() -> str:
     Asked for by every cache look-up, so the library (140 MB) is loaded only where no wheel tells its version. CompileError where
     there is none.
     """
+    return _identify()
+
+
+def _identify() -> str:
     wheel = _wheel_library()
     loaded = _loaded_library()
     if wheel and loaded in (None, wheel[0]):
@@ -92,10 +96,18 @@ def compiler() -> str:
 
 
 def _nvrtc() -> Any:
-    """The bindings, with the library behind them known to be there."""
+    """The bindings, with the library behind them loaded: the wheel's by its path, since the bindings' own search covers neither
+    PYTHONPATH nor `pip install --target`, and could take another than the one that `compiler` names."""
+    wheel = _wheel_library()
     try:
         from cuda.bindings import nvrtc
 
+        if wheel and _loaded_library() is None:
+            for path in (
+                *wheel[0].parent.glob("libnvrtc-builtins.so.*"),
+                wheel[0],
+            ):  # older wheels do not find their builtins themselves
+                ctypes.CDLL(str(path))
         _version(nvrtc)
     except (ImportError, OSError, RuntimeError) as e:
         first = next(iter(str(e).splitlines()), type(e).__name__)
