@@ -42,7 +42,7 @@ Files = Mapping[str, bytes]
 
 
 def key(text: str, options: tuple[str, ...], compiler: str) -> str:
-    """The name of what `compiler` makes of `text` under `options` (which hold the target): 64 hex digits, the same in every process."""
+    """The name of what `compiler` makes of `text` under `options` (which hold the target): 64 hex digits, alike in all processes."""
     return hashlib.sha256(json.dumps([FORMAT, compiler, list(options), text]).encode()).hexdigest()
 
 
@@ -65,7 +65,7 @@ class Cache:
     patience: float = PATIENCE
 
     def fetch(self, key: str, make: Callable[[], Files], label: Mapping[str, str] | None = None) -> Files:
-        """The files of `key`: from disk, or from `make()`, which is then stored. What `make` raises passes through, and leaves nothing."""
+        """The files of `key`: from disk, or from `make()`, which is then stored. What `make` raises passes through."""
         found = self.load(key)
         if found is not None:
             return found
@@ -91,8 +91,8 @@ class Cache:
         return files
 
     def store(self, key: str, files: Files, label: Mapping[str, str], *, replace: bool = False) -> None:
-        """Publish an entry. If it exists already, ours is dropped, unless theirs is damaged or we `replace` it. A disk that refuses is a
-        warning, not an error: the caller has the files."""
+        """Publish an entry. If it exists already, ours is dropped, unless theirs is damaged or we `replace` it. A disk that refuses is
+        a warning, not an error: the caller has the files."""
         try:
             self._publish(key, files, label, replace)
             self.prune()
@@ -104,8 +104,8 @@ class Cache:
         return tuple(Entry(path.name, size, used, _label(path)) for path, size, used in self._by_use())
 
     def prune(self, max_bytes: int | None = None) -> tuple[Entry, ...]:
-        """Remove the longest unused entries until at most `max_bytes` (None: the bound) are left, and what killed processes left behind.
-        Returns what went."""
+        """Remove the longest unused entries until at most `max_bytes` (None: the bound) are left, and what killed processes left.
+        Returns the entries that went."""
         bound = self.max_bytes if max_bytes is None else max_bytes
         total, gone = 0, []
         for path, size, used in self._by_use():
@@ -256,8 +256,8 @@ def _delete(path: Path) -> None:
 
 
 def default() -> Cache:
-    """The cache that the environment names. An unusable FAGEN_CACHE_DIR is an InputError; an unusable default place is one warning, and
-    a private temporary directory takes its place until the process ends."""
+    """The cache that the environment names. An unusable FAGEN_CACHE_DIR is an InputError; an unusable default place is one warning,
+    and a private temporary directory takes its place until the process ends."""
     names = ("FAGEN_CACHE_DIR", "XDG_CACHE_HOME", "HOME", "FAGEN_CACHE_TRUST")
     return Cache(_root(*(os.environ.get(n, "") for n in names)), _bound(os.environ.get("FAGEN_CACHE_MAX_BYTES", "")))
 

@@ -52,8 +52,8 @@ def options(arch: str) -> tuple[str, ...]:
 def compile_cubin(text: str, arch: str, name: str, *, step_ids: Container[str] | None = None) -> Compiled:
     """Compile CUDA source `text` to the machine code of exactly `arch`; `name` stands for the file in messages.
 
-    Raises CompileError: with the first error, the source line it points at and the step it is part of (told by comments: see `step_at`),
-    and the whole log; or with what to install where there is no NVRTC.
+    Raises CompileError: with the first error, the source line it points at and the step it is part of (told by comments: see
+    `step_at`), and the whole log; or with what to install where there is no NVRTC.
     """
     file = name if name.endswith(".cu") else f"{name}.cu"
     nvrtc = _nvrtc()
@@ -187,8 +187,8 @@ def _at(text: str, file: str, line: int, message: str, lines: list[int], step_id
 
 
 def step_at(source: list[str], line: int, step_ids: Container[str] | None) -> str | None:
-    """The innermost step named in a comment on `line` (from 1), on a line that encloses it (less indented, as sources are printed), or
-    right above one of these. `step_ids`: what counts as one; None: any dotted name."""
+    """The innermost step named in a comment on `line` (from 1), on a line that encloses it (less indented, as sources are printed),
+    or right above one of these. `step_ids`: what counts as one; None: any dotted name."""
     indent, adjacent = 1 << 30, True
     for text in reversed(source[:line]):
         code = text.strip()

@@ -60,8 +60,8 @@ class KernelReport:
         found = []
         if max(self.spill_stores, self.spill_loads, self.stack_bytes) > allow_spill_bytes:
             found.append(
-                f"{self.spill_stores} bytes of spill stores, {self.spill_loads} of spill loads and a stack of {self.stack_bytes} bytes "
-                f"a thread; allowed: {allow_spill_bytes}"
+                f"{self.spill_stores} bytes of spill stores, {self.spill_loads} of spill loads and "
+                f"a stack of {self.stack_bytes} bytes a thread; allowed: {allow_spill_bytes}"
             )
         found += [f"ptxas advisory {code}" for code in dict.fromkeys(self.advisories) if code in ADVISORIES]
         if self.serialised:
@@ -160,8 +160,8 @@ def kernel_report(kernel: KernelPlan, resources: Resources, code: sass.KernelSas
 
 
 def _by_role(kernel: KernelPlan, branches: tuple[sass.Branch, ...]) -> dict[str, int]:
-    """Registers of each role: its branch is the one whose setmaxnreg asks for the role's count (in code order among equals). A kernel
-    without setmaxnreg is one branch, which its roles share."""
+    """Registers of each role: its branch is the one whose setmaxnreg asks for the role's count (in code order among equals).
+    A kernel without setmaxnreg is one branch, which its roles share."""
     left = list(branches)
     out = {}
     for role in kernel.roles:

@@ -143,7 +143,7 @@ def nvdisasm() -> Path | None:
 
 
 def disassemble(cubin: bytes) -> dict[str, tuple[Instruction, ...]] | None:
-    """Instructions of every kernel by name, in code order; None where there is no nvdisasm. Takes about 0.3 s for a large kernel."""
+    """Instructions of every kernel by name, in code order; None where there is no nvdisasm. About 0.3 s for a large kernel."""
     tool = nvdisasm()
     if tool is None:
         return None

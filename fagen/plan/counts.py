@@ -19,8 +19,8 @@ MMA_SYNC_N = 8  # mma.m16n8k16
 def expected_counts(kernel: KernelPlan) -> dict[str, int]:
     """Instruction counts that the SASS of `kernel` must have; names as in `fagen.sass.COUNTED`.
 
-    HGMMA, QGMMA, HMMA from the Mma steps; WARPGROUP.ARRIVE one per wgmma Mma (its fence); WARPGROUP.DEPBAR one per MmaWait; BAR.SYNC
-    one per CtaSync and Sync, and one after the initialisation of mbarriers; BAR.ARV one per NArrive; UTMALDG one per TmaLoad;
+    HGMMA, QGMMA, HMMA from the Mma steps; WARPGROUP.ARRIVE one per wgmma Mma (its fence); WARPGROUP.DEPBAR one per MmaWait;
+    BAR.SYNC one per CtaSync and Sync, and one after the initialisation of mbarriers; BAR.ARV one per NArrive; UTMALDG one per TmaLoad;
     USETMAXREG one per role with registers; LDGSTS 16 bytes each; no local memory.
     """
     names = ("HGMMA", "QGMMA", "HMMA", "WARPGROUP.DEPBAR", "WARPGROUP.ARRIVE", "BAR", "BAR.SYNC", "BAR.ARV", "UTMALDG")

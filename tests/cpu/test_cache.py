@@ -1,4 +1,4 @@
-"""The disk cache, with a fake compiler: atomic, single-flight, self-healing, bounded, and polite about directories it cannot use."""
+"""The disk cache, with a fake compiler: atomic, single-flight, self-healing, bounded, and polite about bad directories."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_key_is_the_same_in_every_process(tmp_path: Path) -> None:
         assert out.stdout.strip() == KEY
 
 
-# ------------------------------------------------------------------------------------------------------------------- hits and misses
+# ---------------------------------------------------------------------------------------------------------------- hits and misses
 
 
 def test_a_hit_gives_what_the_miss_gave(tmp_path: Path) -> None:

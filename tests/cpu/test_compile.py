@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib
 import json
 import os
 import subprocess
@@ -16,7 +17,6 @@ import pytest
 
 import fagen
 from fagen import cache, nvrtc, sass
-from fagen import compile as compilation
 from fagen.compile import Built, build, load_built, write_built
 from fagen.emit import Source, emit
 from fagen.errors import CompileError, InputError
@@ -25,6 +25,7 @@ from fagen.plan import Plan, plan
 from fagen.report import CompileReport, KernelReport, parse_log
 
 needs_nvdisasm = pytest.mark.skipif(sass.nvdisasm() is None, reason=f"no nvdisasm: {sass.INSTALL}")
+compilation = importlib.import_module("fagen.compile")  # the module: fagen.compile may also be a function
 REPOSITORY = Path(fagen.__file__).parents[1]
 TINY = 'extern "C" __global__ void tiny(int* p) { p[0] = 3; }\n'
 
@@ -214,7 +215,7 @@ def test_another_loaded_nvrtc_is_the_one_that_is_named(monkeypatch: pytest.Monke
 
 
 LOG = """
-ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to this and that in the function 'qk'
+ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to this in the function 'qk'
 ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored; unable to determine register count at entry.
 ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'pv' for 'sm_90a'

@@ -124,7 +124,7 @@ def test_cp_async_is_16_bytes_a_thread(warps: int, want: int) -> None:
 
 
 def test_a_whole_fa3_kernel() -> None:
-    """Its machine code was counted once (head_dim 128, tiles 128 × 128, two consumers, static tiles, NVRTC 13.5): the same numbers."""
+    """Its machine code was counted once (head_dim 128, 128 × 128, two consumers, static tiles, NVRTC 13.5): the same numbers."""
     order, turn = Sync(bar="order", index=ZERO), NArrive(bar="order", index=ZERO)
     s, o = qk("wgmma", Slot("Q", None)), pv("wgmma")
     steady = (order, s, o, turn, MmaWait(pending=1, ready=("S",)), MmaWait(pending=0, ready=("O", "P")))
