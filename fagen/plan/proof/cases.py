@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -94,8 +94,3 @@ class Cases:
         grid = self.kernel.grid.eval(_launch(self.kernel, problem, num_sms))
         for cta in sorted({0, grid - 1}):
             yield Case(problem, num_sms, cta)
-
-
-def scope_key(scope: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
-    """Equal for cases that a kernel cannot tell apart."""
-    return tuple(sorted(scope.items()))

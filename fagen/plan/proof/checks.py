@@ -8,7 +8,7 @@ from .. import steps as S
 from ..kernel import KernelPlan
 from .order import Order
 from .run import Run
-from .state import Failure, Fill, SlotKey
+from .state import Failure, Fill, SlotKey, name
 
 CTA_BARRIER_ID = 0
 
@@ -66,9 +66,8 @@ def _cursors(kernel: KernelPlan, role: S.Role) -> Iterator[str]:
         if c.start_phase not in (0, 1) or c.stages < 1:
             yield f"{role.name}: cursor {c.name} starts in phase {c.start_phase} of {c.stages} slots"
     for step in S.walk(role.body):
-        for name in used_cursors(step):
-            if name not in cursors:
-                yield f"{step.id} uses cursor {name}, which {role.name} does not have"
+        for missing in used_cursors(step) - set(cursors):
+            yield f"{step.id} uses cursor {missing}, which {role.name} does not have"
         if isinstance(step, (S.Sync, S.NArrive)) and step.bar not in named:
             yield f"{step.id} uses the named barrier {step.bar}, which does not exist"
         for ring, cursor in _rings(step):
@@ -84,8 +83,8 @@ def _elected_cursors(role: S.Role) -> Iterator[str]:
     elected = {id(s): s for e in S.walk(role.body) if isinstance(e, S.Elected) for s in S.walk(e.body)}
     moved = {s.cursor for s in elected.values() if isinstance(s, S.Advance)}
     for step in S.walk(role.body):
-        for name in used_cursors(step) & moved if id(step) not in elected else ():
-            yield f"{step.id} uses cursor {name}, which only the elected thread advances"
+        for c in used_cursors(step) & moved if id(step) not in elected else ():
+            yield f"{step.id} uses cursor {c}, which only the elected thread advances"
 
 
 def check(run: Run) -> list[Failure]:
@@ -102,11 +101,11 @@ def _slots(run: Run) -> Iterator[Failure]:
         for i, fill in enumerate(fills):
             if len(fill.ends) != fill.expected:
                 yield Failure(
-                    "parts", f"only {len(fill.ends)} of {fill.expected} warps fill {_name(key)} by {fill.step.id}", run.case
+                    "parts", f"only {len(fill.ends)} of {fill.expected} warps fill {name(key)} by {fill.step.id}", run.case
                 )
             for end in fill.ends:
                 if not finals >> end & 1:
-                    message = f"nothing waits for {fill.step.id}: it may write {_name(key)} after the CTA has ended"
+                    message = f"nothing waits for {fill.step.id}: it may write {name(key)} after the CTA has ended"
                     yield Failure("in-flight", message, run.case, order.witness(end))
             if i + 1 < len(fills):
                 yield from _next_fill(run, key, fill, fills[i + 1])
@@ -117,11 +116,11 @@ def _next_fill(run: Run, key: SlotKey, fill: Fill, following: Fill) -> Iterator[
     for issue, writer in zip(following.issues, following.lines):
         for end, part in zip(fill.ends, fill.lines):
             if (part == writer or fill.expected == 1) and not order.before(end, issue):
-                message = f"{following.step.id} fills {_name(key)} while {fill.step.id} may still be landing there"
+                message = f"{following.step.id} fills {name(key)} while {fill.step.id} may still be landing there"
                 yield Failure("race", message, run.case, order.witness(issue, end))
         for read in fill.reads:
             if not order.before(read.end, issue):
-                message = f"{following.step.id} overwrites {_name(key)} while {read.step.id} may still read it"
+                message = f"{following.step.id} overwrites {name(key)} while {read.step.id} may still read it"
                 late = (issue, read.end) if read.end == read.start else (issue, read.start, read.end)
                 yield Failure("race", message, run.case, _race(order, issue, read.start, late))
 
@@ -149,11 +148,11 @@ def _phases(run: Run) -> Iterator[Failure]:
     order = run.order
     bars = [(f"{b}", b.done, b.phases) for b in run.mbars.values()]
     bars += [(b.name, b.done, b.phases) for b in (*run.named.values(), run.cta_barrier)]
-    for name, done, phases in bars:
+    for bar, done, phases in bars:
         for i in range(1, len(phases)):
             for e in phases[i]:
                 if not order.completed(done[i - 1], e):
-                    message = f"{order.labels[e]} may count for phase {i - 1} of {name} instead of {i}"
+                    message = f"{order.labels[e]} may count for phase {i - 1} of {bar} instead of {i}"
                     yield Failure("phase", message, run.case, order.witness(e, done[i - 1]))
 
 
@@ -180,7 +179,3 @@ def _counter(run: Run) -> Iterator[Failure]:
                 yield Failure(
                     "counter", f"{order.labels[reset]} may come before {order.labels[claim]}", run.case, order.witness(reset, claim)
                 )
-
-
-def _name(key: SlotKey) -> str:
-    return f"{key[0]}[{key[1]}]"

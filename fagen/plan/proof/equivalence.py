@@ -54,16 +54,19 @@ class Facts:
         return seen
 
     @cached_property
-    def turn_only(self) -> frozenset[str]:
-        """Named barriers without which the kernel is proven too: they order when products are issued, and no memory."""
+    def spare(self) -> frozenset[str]:
+        """Barriers without which the kernel is proven too: other barriers imply the order they give (if any: the ones that keep
+        warpgroups in turn order when products are issued, and no memory)."""
         from . import prove
 
-        idle = []
-        for bar in self.kernel.nbars:
-            roles = tuple(replace(r, body=_without(r.body, bar.name)) for r in self.kernel.roles)
+        filled = {s.full for r in self.kernel.roles for s in S.walk(r.body) if isinstance(s, S.TmaLoad)}
+        candidates = [b.name for b in self.kernel.nbars] + [b.name for b in self.kernel.mbars if b.name not in filled]
+        spare = []
+        for bar in candidates:
+            roles = tuple(replace(r, body=_without(r.body, bar)) for r in self.kernel.roles)
             if prove(replace(self.kernel, roles=roles), self.attention, self.schedule, self.cases, self.evaluate).ok:
-                idle.append(bar.name)
-        return frozenset(idle)
+                spare.append(bar)
+        return frozenset(spare)
 
     def phase_unused(self, cursor: str) -> bool:
         """No step waits by this cursor, so only its slot matters."""
@@ -75,10 +78,10 @@ class Facts:
 
 
 def _without(body: S.Body, bar: str) -> S.Body:
-    """The body without the steps of one named barrier."""
+    """The body without the steps of one barrier."""
     kept: list[S.Step] = []
     for step in body:
-        if isinstance(step, (S.Sync, S.NArrive)) and step.bar == bar:
+        if isinstance(step, (S.Sync, S.NArrive, S.Wait, S.Arrive)) and step.bar == bar:
             continue
         nested = {field: _without(inner, bar) for field, inner in S.bodies(step)}
         kept.append(replace(step, **nested) if nested else step)  # type: ignore[arg-type]
@@ -108,12 +111,13 @@ def _earlier_wait(c: Change, facts: Facts) -> bool:
     first, second = c.steps
     if isinstance(second, S.CpWait):
         return not _any((first,), S.CpCommit, S.CpAsync)
-    return isinstance(second, (S.Wait, S.MmaWait)) and not isinstance(first, (S.Arrive, S.NArrive, S.Advance, S.Mma))
+    if isinstance(second, S.MmaWait):
+        return not _any((first,), S.Mma)
+    return isinstance(second, S.Wait) and not isinstance(first, (S.Arrive, S.NArrive, S.Advance))
 
 
 def _turn(c: Change, facts: Facts) -> bool:
-    turns = [s for s in c.steps if isinstance(s, (S.Sync, S.NArrive))]
-    return bool(turns) and all(s.bar in facts.turn_only for s in turns)
+    return any(isinstance(s, (S.Sync, S.NArrive)) and s.bar in facts.spare for s in c.steps)
 
 
 def _two_loads(c: Change, facts: Facts) -> bool:
@@ -150,7 +154,18 @@ def _idle_wait(c: Change, facts: Facts) -> bool:
 
 
 def _idle_barrier(c: Change, facts: Facts) -> bool:
-    return any(isinstance(s, S.Arrive) and s.bar not in facts.seen.blocking_bars for s in c.steps)
+    return any(isinstance(s, (S.Arrive, S.Wait)) and s.bar in facts.spare for s in c.steps)
+
+
+def _stronger_phase(c: Change, facts: Facts) -> bool:
+    return (c.steps[0].id, c.to) not in facts.seen.weaker
+
+
+def _released_twice(c: Change, facts: Facts) -> bool:
+    arrive = c.steps[1]
+    reads = {s.id for s in S.walk(c.steps[:1])}
+    found = [bars for (step, _), bars in facts.seen.released.items() if step in reads]
+    return isinstance(arrive, S.Arrive) and bool(found) and all(bars - {arrive.bar} for bars in found)
 
 
 def _idle_copy_wait(c: Change, facts: Facts) -> bool:
@@ -191,7 +206,13 @@ RULES: tuple[tuple[tuple[str, ...], str, Callable[[Change, Facts], bool]], ...] 
     (("drop", "swap"), "the ring has one slot and nothing there looks at the phase", _one_slot),
     (("start_phase",), "nothing waits by the cursor: its phase has no meaning", lambda c, facts: facts.phase_unused(c.was)),
     (("drop", "swap", "bar"), "the wait gives no order of its own: the phase has always completed before it", _idle_wait),
-    (("drop", "swap"), "no wait for this barrier gives order of its own: the others imply it", _idle_barrier),
+    (("drop", "swap"), "the kernel is proven without this barrier: the others imply the order it gives", _idle_barrier),
+    (
+        ("swap",),
+        "what is read before this arrival is released at another barrier too, which the next fill waits for",
+        _released_twice,
+    ),
+    (("bar",), "whatever completes the other barrier's phase comes after the completion of this one's", _stronger_phase),
     (("drop", "swap", "pending+1"), "the wait completes no copy that an earlier one has not", _idle_copy_wait),
     (
         ("drop", "swap"),

@@ -44,7 +44,8 @@ class Observed:
 
     blocking: set[str] = field(default_factory=set)
     """Waits that are told something no other step told before."""
-    blocking_bars: set[str] = field(default_factory=set)
+    weaker: set[tuple[str, str]] = field(default_factory=set)
+    """(wait, another barrier): the other's phase can complete when the wait's own has not."""
     needed: set[str] = field(default_factory=set)
     """Advances after which the cursor is used, and arrivals in a phase that something waits for."""
     apart: set[tuple[str, ...]] = field(default_factory=set)
@@ -55,6 +56,8 @@ class Observed:
     """CTA barriers that separate conflicting accesses no other barrier separates."""
     slack: dict[str, int] = field(default_factory=dict)
     """Copy → how many groups younger it could be and still be waited for before it is read."""
+    released: dict[tuple[str, str], set[str]] = field(default_factory=dict)
+    """(reading step, ring) → barriers at each of which the reader arrives after reading, and which the next fill waits for."""
     _threads: dict[int, Thread] = field(default_factory=dict)
     _intervals: list[Interval] = field(default_factory=list)
 
@@ -117,6 +120,7 @@ class Observed:
                 if i + 1 < len(self._intervals) and self._intervals[i].conflicts(self._intervals[i + 1]):
                     self.separating.add(barrier)
         self._waited_for(run)
+        self._released(run)
         self._threads, self._intervals = {}, []
 
     def _used_later(self, steps: list[S.Step]) -> None:
@@ -135,8 +139,24 @@ class Observed:
             waited.add((str(bar), phase))
             if not run.order.completed(bar.done[phase], start):
                 self.blocking.add(step.id)
-                self.blocking_bars.add(bar.spec.name)
+            for (name, slot), other in run.mbars.items():
+                if slot == bar.slot and not (phase < len(other.done) and run.order.completed(bar.done[phase], other.done[phase])):
+                    self.weaker.add((step.id, name))
         for bar in run.mbars.values():
             for phase, events in enumerate(bar.phases):
                 if (str(bar), phase) in waited:
                     self.needed |= {s.id for e in events for s in [run.order.labels[e].step] if s is not None}
+
+    def _released(self, run: Run) -> None:
+        masks, labels = run.order.masks, run.order.labels
+        for key, fills in run.fills.items():
+            for fill, following in zip(fills, fills[1:]):
+                past = masks[following.issues[0]]
+                waited = {
+                    (w.bar.spec.name, e) for w in run.waits if w.phase >= 0 and past >> w.end & 1 for e in w.bar.phases[w.phase]
+                }
+                for read in fill.reads:
+                    reader = labels[read.start].who
+                    bars = {bar for bar, e in waited if masks[e] >> read.end & 1 and labels[e].who == reader}
+                    at = read.step.id, key[0]
+                    self.released[at] = self.released.get(at, bars) & bars

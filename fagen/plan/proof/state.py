@@ -15,6 +15,11 @@ SlotKey = tuple[str, int]
 """(name of the ring, slot)."""
 
 
+def name(key: SlotKey) -> str:
+    """As failures write it: K[1]."""
+    return f"{key[0]}[{key[1]}]"
+
+
 @dataclass(frozen=True)
 class Failure:
     """One thing the proof found. `kind` is stable and short ("deadlock", "race", "alias" …); `case` says for which sizes;
