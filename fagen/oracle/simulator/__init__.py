@@ -7,7 +7,8 @@ empty, freed or being filled, registers of a product in flight. So a missing wai
 stands where; a barrier that is arrived at too often, or an access out of bounds, is a `SimulatedFault`.
 
 Numbers are the GPU's up to the order of summation: products of the rounded operands summed in float32, ex2 in float32, P and O
-rounded to their types. Register layouts, swizzles and clocks are not modelled.
+rounded to their types. Register layouts, swizzles and clocks are not modelled, and a role instance moves as one: what goes wrong only
+between the warps of one warpgroup is for the proof to find.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import numpy.typing as npt
 
 from ...attention import Attention
 from ...errors import InputError, InternalError
+from ...plan import plan as make_plan
 from ...plan.kernel import KernelLaunch, KernelPlan, Launch, Plan, Problem, scalar_env
 from ...schedule import Schedule
 from ..blocks import problem_of
@@ -105,11 +107,10 @@ def _run(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype != DTYPES[attention.dtype]:
             raise InputError(name, f"is {x.dtype}; the attention takes {attention.dtype} ({DTYPES[attention.dtype]})")
-    if num_sms < 1:
-        raise InputError("num_sms", f"is {num_sms}; needs at least 1")
+    for name, count in (("num_sms", num_sms), ("ctas", 1 if ctas is None else ctas)):
+        if count < 1:
+            raise InputError(name, f"is {count}; needs at least 1")
     if plan is None:
-        from ...plan import plan as make_plan
-
         plan = make_plan(attention, schedule)
     out = np.full((problem.batch, problem.hq, problem.sq, attention.dv), np.nan, DTYPES[attention.output_dtype])
     lse = np.full((problem.batch, problem.hq, problem.sq), np.nan, np.float32)

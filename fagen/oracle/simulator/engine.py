@@ -94,14 +94,15 @@ class Engine:
 
 def _freed_by(kernel: KernelPlan) -> dict[str, set[str]]:
     """The rings whose slot is free once a phase of a barrier completes: those that a role fills at the cursor with which it waits
-    for that barrier."""
+    for that barrier (and that the barrier does not announce as full)."""
     freed: dict[str, set[str]] = defaultdict(set)
+    announcing = {step.full for role in kernel.roles for step in walk(role.body) if isinstance(step, TmaLoad)}
     for role in kernel.roles:
         filled: dict[str | None, set[str]] = defaultdict(set)
         for step in walk(role.body):
             if isinstance(step, (TmaLoad, CpAsync, PutTile)):
                 filled[step.dst.cursor].add(step.dst.smem)
         for step in walk(role.body):
-            if isinstance(step, Wait) and step.cursor in filled:
+            if isinstance(step, Wait) and step.cursor in filled and step.bar not in announcing:
                 freed[step.bar] |= filled[step.cursor]
     return freed

@@ -1,0 +1,179 @@
+"""Published bug reports about attention kernels, as tests on the reference and on the simulated fa2 and fa3.
+
+Each says where the report is (FA: Dao-AILab/flash-attention), and has an answer known without running a kernel.
+"""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from fagen import Attention, ScheduleError
+from fagen.library import load
+from fagen.oracle import cast, check, reference, simulate
+from fagen.plan import plan
+
+KERNELS = ("fa2", "fa3")
+
+
+def normal(rng, dtype, *shape, shift=0.0):
+    return cast((rng.standard_normal(shape) + shift).astype(np.float32), dtype)
+
+
+# F01: causal with more queries than keys (FA 1778; flashinfer 4452; onnxruntime 28904). Rows before the first visible key came back
+# as NaN, as the mean of V, or with a finite lse.
+
+EMPTY_ROWS = [(5, 2), (300, 170), (128, 1), (257, 128)]
+
+
+def f01_inputs(sq, sk, dtype):
+    rng = np.random.default_rng(sq)
+    return normal(rng, dtype, 1, sq, 4, 64), normal(rng, dtype, 1, sk, 2, 64), normal(rng, dtype, 1, sk, 2, 64, shift=3.0)
+
+
+def assert_empty_rows(out, lse, v, sq, sk, dtype):
+    empty = sq - sk
+    bits = np.uint16 if out.dtype.itemsize == 2 else np.uint64
+    assert (out[:, :empty].view(bits) == 0).all(), "exactly +0"
+    assert np.isneginf(lse[:, :, :empty]).all() and np.isfinite(lse[:, :, empty:]).all()
+    assert np.isfinite(out.astype(float)).all()
+    first = np.repeat(v[0, 0], 2, axis=0).astype(float)
+    np.testing.assert_allclose(out[0, empty].astype(float), first, rtol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("sq, sk", EMPTY_ROWS)
+def test_f01_reference(sq, sk, dtype):
+    q, k, v = f01_inputs(sq, sk, dtype)
+    out, lse = reference(Attention(head_dim=64, dtype=dtype, mask="causal"), q, k, v)
+    assert_empty_rows(out, lse, v, sq, sk, dtype)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("sq, sk", EMPTY_ROWS)
+def test_f01_kernels(name, sq, sk, dtype):
+    q, k, v = f01_inputs(sq, sk, dtype)
+    a, s = load(name, head_dim=64, dtype=dtype, mask="causal")
+    out, lse = simulate(a, s, q, k, v, seed=sq)
+    assert_empty_rows(np.ascontiguousarray(out), lse, v, sq, sk, dtype)
+    assert check(a, q, k, v, out, lse).passed
+
+
+# F02: causal alignment (pytorch 108108, 144858, 103082; onnx 8068; mlx 2835). A decode query saw key 0 only.
+
+ALIGNED = [(3, 7), (113, 203), (1, 203), (64, 64)]
+
+
+def f02_inputs(sq, sk):
+    q, k = (np.zeros((1, n, 1, 64), ml_dtypes.bfloat16) for n in (sq, sk))
+    return q, k, np.broadcast_to(np.arange(sk)[None, :, None, None], (1, sk, 1, 64)).astype(ml_dtypes.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["reference", *KERNELS])
+@pytest.mark.parametrize("sq, sk", ALIGNED)
+def test_f02(name, sq, sk):
+    q, k, v = f02_inputs(sq, sk)
+    seen = np.arange(sq) + 1 + sk - sq
+    if name == "reference":
+        out, lse = reference(Attention(head_dim=64, mask="causal"), q, k, v)
+        np.testing.assert_allclose(out[0, :, 0], np.repeat(((seen - 1) / 2)[:, None], 64, axis=1), rtol=0, atol=1e-12)
+        np.testing.assert_allclose(lse[0, 0], np.log(seen), rtol=0, atol=1e-12)
+        return
+    a, s = load(name, head_dim=64, mask="causal")
+    out, lse = simulate(a, s, q, k, v)
+    assert (out[0, :, 0].astype(float) == ((seen - 1) / 2)[:, None]).all(), "exact in bf16"
+    np.testing.assert_allclose(lse[0, 0], np.log(seen), rtol=0, atol=2e-6)
+    if sq == 1:
+        full, _ = simulate(*load(name, head_dim=64), q, k, v)
+        assert np.array_equal(full, out)
+
+
+# F05: raw scores beyond fp16's range (mlc-llm 1638; ultralytics 24990; kvpress 268): NaN where scores are kept in fp16 before scaling.
+
+
+@pytest.mark.parametrize("name", ["reference", *KERNELS])
+def test_f05(name):
+    q = np.full((1, 1, 1, 128), 256, np.float16)
+    k = np.full((1, 64, 1, 128), 256, np.float16)
+    k[0, 32:] = 255.875
+    v = np.zeros_like(k)
+    v[0, :32] = 1
+    change = {"dtype": "fp16", "scale": 2.0**-10}
+    if name == "reference":
+        out, lse = reference(Attention(head_dim=128, **change), q, k, v)
+    else:
+        out, lse = simulate(*load(name, **change), q, k, v)
+    assert np.abs(out.astype(float) - 1 / (1 + np.exp(-4))).max() < 1e-3
+    assert abs(float(lse[0, 0, 0]) - 8195.4839) < 2e-3
+    assert np.finfo(np.float16).max < 128 * 256 * 256, "the raw score does not fit fp16"
+
+
+# F07: head dimensions off the menu (FA 28, 1347, 753, 1541; triton 621; flashinfer 528; cudnn-frontend 981): wrong channels, a scale
+# taken from a padded width, or a run that should have been refused.
+
+HEAD_DIMS = (40, 63, 64, 72, 80, 96, 104, 112, 128, 160, 192, 224, 256)
+
+
+def f07_inputs(d, dv):
+    k = np.stack([np.full((1, d), 0.125), np.full((1, d), -0.125)])[None]
+    v = np.stack([np.ones((1, dv)), np.zeros((1, dv))])[None]
+    return tuple(x.astype(ml_dtypes.bfloat16) for x in (np.ones((1, 1, 1, d)), k, v))
+
+
+@pytest.mark.parametrize("d, dv", [*((d, d) for d in HEAD_DIMS), (192, 128), (40, 64)])
+def test_f07_reference(d, dv):
+    out, _ = reference(Attention(head_dim=d, head_dim_v=dv), *f07_inputs(d, dv))
+    assert out.shape[-1] == dv
+    np.testing.assert_allclose(out, 1 / (1 + np.exp(-0.25 * d / d**0.5)), rtol=0, atol=1e-12)
+    if d in (40, 72, 160):
+        padded = 1 << (d - 1).bit_length()
+        assert abs(out[0, 0, 0, 0] - 1 / (1 + np.exp(-0.25 * d / padded**0.5))) > 0.03, "the defect would show"
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_f07_kernels(name, d):
+    a, s = load(name, head_dim=d)
+    q, k, v = f07_inputs(d, d)
+    out, _ = simulate(a, s, q, k, v)
+    np.testing.assert_allclose(out.astype(float), 1 / (1 + np.exp(-0.25 * d**0.5)), rtol=2**-7)
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("d, dv", [*((d, None) for d in HEAD_DIMS if d not in (64, 128, 256)), (128, 64), (64, 40)])
+def test_f07_refused(name, d, dv):
+    """Before anything is compiled or run, naming the field and what is legal."""
+    a, s = load(name)
+    with pytest.raises(ScheduleError) as e:
+        plan(a.replace(head_dim=d, head_dim_v=dv), s)
+    (violation,) = e.value.violations
+    assert violation.field == ("head_dim" if dv is None else "head_dim_v")
+    legal = {64, 128, 256} if dv is None else {None, d}
+    assert set(violation.nearest) == legal and str(d if dv is None else dv) in str(violation)
+
+
+# F12: tolerance and comparison policy (FA 1071, 1138, 385, 37; pytorch 163588; sglang 35795; cubecl 1070): a low-precision path taken
+# for the truth, and NaN positions that were skipped. The comparer's refusals are in test_compare.py.
+
+
+@pytest.mark.parametrize("amplitude, kernel_error, naive_error", [(1, 0.0018, 0.0055), (5, 0.059, 1.46)])
+def test_f12(amplitude, kernel_error, naive_error):
+    def bf16(x):
+        return np.asarray(x, np.float32).astype(ml_dtypes.bfloat16).astype(np.float32)
+
+    rng = np.random.default_rng(12)
+    q, k, v = (cast((amplitude * rng.standard_normal((1, 256, 1, 64))).astype(np.float32), "bf16") for _ in range(3))
+    ref = reference(Attention(head_dim=64), q, k, v)[0][0, :, 0]
+    a, b, c = (x[0, :, 0].astype(np.float32) for x in (q, k, v))
+    s = bf16(bf16(a @ b.T) * np.float32(0.125))
+    p = np.exp(s - s.max(axis=1, keepdims=True))
+    naive = np.abs(bf16(bf16(p / p.sum(axis=1, keepdims=True)) @ c) - ref).max()
+    assert naive_error / 2 < naive < naive_error * 2
+    for name in KERNELS:
+        attention, schedule = load(name, head_dim=64)
+        out, lse = simulate(attention, schedule, q, k, v)
+        error = np.abs(out[0, :, 0].astype(float) - ref).max()
+        assert kernel_error / 2 < error < kernel_error * 2 and error < naive / 2
+        assert check(attention, q, k, v, out, lse).passed

@@ -1,0 +1,132 @@
+"""The comparison policy: what must fail, fails."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError
+
+import numpy as np
+import pytest
+
+from fagen import Attention
+from fagen.oracle import Verdict, baseline, check, compare, make_inputs, reference, sample_rows, ulp
+from fagen.plan.kernel import Problem
+
+
+def judge(got, ref, base=None, lse=(0.0,), ref_lse=(0.0,), dtype="bf16"):
+    """`compare` on flat lists: one batch and head, a row per lse entry."""
+    rows = len(ref_lse)
+    o, r, b = (np.array(x, float).reshape(1, rows, 1, -1) for x in (got, ref, ref if base is None else base))
+    s, t = (np.array(x, float).reshape(1, 1, rows) for x in (lse, ref_lse))
+    return compare(o, s, reference=(r, t), baseline=(b, t), dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    "got, ref",
+    [
+        ([0, 1], [np.nan, 1]),
+        ([np.nan, 1], [0, 1]),
+        ([-5e4, 1], [-np.inf, 1]),
+        ([np.inf, 1], [-np.inf, 1]),
+        ([np.inf, 1], [3e38, 1]),
+    ],
+)
+def test_positions_of_nan_and_inf_come_first(got, ref):
+    verdict = judge(got, ref)
+    assert not verdict.passed and verdict.error_ratio == np.inf
+    assert "out[0, 0, 0, 0]" in verdict.reason and "reference has" in verdict.reason
+    assert judge(ref, ref).passed
+
+
+@pytest.mark.parametrize("got, ref", [((-5e4,), (-np.inf,)), ((np.nan,), (-np.inf,)), ((0.0,), (np.nan,)), ((1.001,), (1.0,))])
+def test_lse_is_judged_as_well(got, ref):
+    assert not judge([1], [1], lse=got, ref_lse=ref).passed
+    assert "lse" in judge([1], [1], lse=got, ref_lse=ref).reason
+    assert judge([1], [1], lse=ref, ref_lse=ref).passed
+
+
+def test_all_zero_output_against_a_small_reference_fails():
+    ref = np.full(64, 1e-2)
+    assert not judge(np.zeros(64), ref, base=ref * (1 + 2**-9)).passed
+    assert not judge(np.zeros(64), np.full(64, 1e-30), base=np.full(64, 1e-30)).passed
+
+
+def test_bound_is_twice_the_baseline_and_one_ulp():
+    ref, base = np.array([1.0, 0.25]), np.array([1.0, 0.26])
+    at_one = 2 * 0.01 + float(ulp(1.0, "bf16"))
+    below, above = judge([1 + at_one * 0.999, 0.25], ref, base), judge([1 + at_one * 1.001, 0.25], ref, base)
+    assert below.passed and not above.passed
+    assert below.bound == pytest.approx(at_one) and below.error_ratio == pytest.approx(0.999)
+    at_quarter = 2 * 0.01 + float(ulp(0.25, "bf16"))
+    assert judge([1, 0.25 + at_quarter * 0.999], ref, base).passed and not judge([1, 0.25 + at_quarter * 1.001], ref, base).passed
+
+
+def test_an_exact_baseline_leaves_one_ulp_of_the_output_type():
+    assert judge([1 + 2**-7], [1], dtype="bf16").passed
+    assert not judge([1 + 2**-7], [1], dtype="fp16").passed
+
+
+def test_verdict_is_frozen_and_complete():
+    verdict = judge([1.0], [1.0])
+    assert verdict == Verdict(True, 0.0, verdict.bound, 0.0, "")
+    with pytest.raises(FrozenInstanceError):
+        verdict.passed = False  # type: ignore[misc]
+
+
+def test_a_wrong_shape_is_said():
+    x = np.zeros((1, 2, 1, 4))
+    verdict = compare(x[:, :1], x[:, 0], reference=(x, x[:, 0]), baseline=(x, x[:, 0]), dtype="bf16")
+    assert not verdict.passed and "shape (1, 1, 1, 4) instead of (1, 2, 1, 4)" in verdict.reason
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "e4m3"])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_the_baseline_passes_and_a_disturbed_one_fails(mask, dtype):
+    a = Attention(head_dim=64, mask=mask, dtype=dtype)
+    q, k, v = make_inputs(a, Problem(2, 70, 50, 4, 2), seed=4)
+    out, lse = baseline(a, q, k, v)
+    verdict = check(a, q, k, v, out, lse)
+    assert verdict.passed and 0 < verdict.error_ratio <= 0.5
+    for row, head, batch in ((69, 0, 0), (30, 3, 1)):
+        bad = out.copy()
+        bad[batch, row, head, 17] += 1
+        failed = check(a, q, k, v, bad, lse)
+        assert not failed.passed and f"out[{batch}, {row}, {head}, 17]" in failed.reason
+    swapped = out[:, :, [1, 0, 2, 3]]
+    assert not check(a, q, k, v, swapped, lse).passed
+
+
+def test_rows_outside_the_mask_are_not_judged():
+    a = Attention(head_dim=16)
+    q, k, v = make_inputs(a, Problem(1, 8, 8, 2, 1))
+    out, lse = baseline(a, q, k, v)
+    rows = np.ones((1, 2, 8), bool)
+    rows[0, 1, 3] = False
+    out[0, 3, 1], lse[0, 1, 3] = np.nan, np.nan
+    assert check(a, q, k, v, out, lse, rows=rows).passed
+    assert not check(a, q, k, v, out, lse).passed
+    out[0, 3, 0] = np.nan  # the same row of the other head is judged
+    assert not check(a, q, k, v, out, lse, rows=rows).passed
+
+
+def test_long_sequences_are_sampled():
+    assert len(sample_rows(2048)) == 2048
+    rows = sample_rows(5000, seed=1)
+    assert len(set(rows.tolist())) == 256 and {0, 7, 4992, 4999} <= set(rows.tolist()) and (np.diff(rows) > 0).all()
+    assert sample_rows(5000, seed=2).tolist() != rows.tolist()
+    a = Attention(head_dim=16)
+    q, k, v = make_inputs(a, Problem(1, 3000, 20, 1, 1))
+    out, lse = baseline(a, q, k, v)
+    assert check(a, q, k, v, out, lse).passed
+    out[0, 2999] = 0
+    assert not check(a, q, k, v, out, lse).passed
+    assert check(a, q, k, v, out, lse, rows=np.arange(100)).passed
+
+
+def test_yardstick_comes_from_float64_not_from_the_baseline():
+    """Judged against the reference: a result equal to a poor baseline passes, one three times as far off does not."""
+    a = Attention(head_dim=64)
+    q, k, v = make_inputs(a, Problem(1, 64, 256, 1, 1), amplitude=5.0, seed=2)
+    ref, base = reference(a, q, k, v), baseline(a, q, k, v)
+    poor = base[0].astype(float) + 0.1
+    assert compare(poor, base[1], reference=ref, baseline=(poor, base[1]), dtype="bf16").passed
+    assert not compare(ref[0] + 0.5, base[1], reference=ref, baseline=(poor, base[1]), dtype="bf16").passed
