@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..plan import steps as st
 from ..plan.kernel import KernelPlan, Plan
 from ..plan.matrix import wgmma_operand
-from . import header
+from . import debug, header
 from .templates import Helpers, View, environment, line
 from .views import Scope, view
 
@@ -38,7 +39,10 @@ def code_sha256(text: str) -> str:
 def emit(plan: Plan, name: str | None = None) -> Source:
     """The CUDA source of a plan. `name` stands in the header only; default: the plan's id."""
     helpers = Helpers()
-    kernels = [_kernel(k, helpers) for k in plan.kernels]
+    if plan.debug:
+        kernels = [_kernel(debug.instrument(k, i), helpers, debug.prologue(k, helpers)) for i, k in enumerate(plan.kernels)]
+    else:
+        kernels = [_kernel(k, helpers) for k in plan.kernels]
     text = _render(
         "kernels/source",
         {
@@ -81,7 +85,7 @@ def _params(kernel: KernelPlan) -> list[str]:
     return out + [f"{SCALAR_TYPES[p.ctype]} {p.name}" for p in kernel.params]
 
 
-def _kernel(kernel: KernelPlan, helpers: Helpers) -> str:
+def _kernel(kernel: KernelPlan, helpers: Helpers, prologue: Sequence[str] = ()) -> str:
     helpers.need("ptx/smem_address")
     if kernel.mbars:
         for name in ("mbarrier_init", "fence_mbarrier_init", "fence_proxy_async"):
@@ -95,7 +99,7 @@ def _kernel(kernel: KernelPlan, helpers: Helpers) -> str:
             "threads": kernel.threads,
             "min_ctas": kernel.min_ctas,
             "arguments": ", ".join([*maps, f"const __grid_constant__ {_params_type(kernel)} p"]),
-            "addresses": _addresses(kernel),
+            "prologue": [*_addresses(kernel), *prologue],
             "uses_n_ctas": "n_ctas" in roles,
             "barriers": [{"name": b.name, "stages": b.stages, "arrivals": b.arrivals} for b in kernel.mbars],
             "roles": textwrap.indent(roles, "  ", _not_directive),

@@ -35,7 +35,12 @@ def _module(name: str) -> Any:
 
 def line(template: str, view: Mapping[str, Any]) -> str:
     """What a step prints in its role's body."""
-    return str(_module(f"steps/{template}").line(view))
+    return str(_module(path(template)).line(view))
+
+
+def path(template: str) -> str:
+    """Of a step's template: in steps/, where its name has no folder."""
+    return template if "/" in template else f"steps/{template}"
 
 
 class Helpers:

@@ -11,7 +11,8 @@ from ..plan import steps as st
 from ..plan.expr import Expr, as_expr, sym
 from ..plan.kernel import KernelPlan
 from ..plan.layout import ACC64, LAYOUTS
-from .templates import Helpers, View
+from . import debug
+from .templates import Helpers, View, path
 
 PACK = {"bf16": ("pack_bf16", "bf16x2"), "fp16": ("pack_f16", "f16x2")}
 PTX_TYPE = {"bf16": "bf16", "fp16": "f16"}
@@ -64,7 +65,7 @@ def view(step: st.Step, scope: Scope) -> tuple[str, View]:
     if make is None:
         raise InternalError(f"no template for step kind {step.kind}")
     template, values = make(step, scope)
-    scope.helpers.need(f"steps/{template}", values)
+    scope.helpers.need(path(template), values)
     return template, values
 
 
@@ -365,4 +366,5 @@ _VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {
     st.Pack: _pack,
     st.Rescale: _rescale,
     st.Finalise: _finalise,
+    **debug.VIEWS,
 }
