@@ -14,21 +14,53 @@ from collections.abc import Callable
 from operator import itemgetter
 
 from . import driver
-from .attention import Attention
 from .errors import InputError, InternalError
 from .interop.arrays import check_pointers, output_shapes
-from .plan.kernel import KernelLaunch, KernelPlan, Launch, Plan
+from .plan.kernel import KernelLaunch, KernelPlan, Launch, Plan, TensorMap
 from .workspace import Request, Workspaces
 
 TENSORS = ("q", "k", "v", "out", "lse")
 MAX_ENCODED = 256
-"""Sets of tensor maps a bound call remembers, by address; then the least recently used go."""
+"""Encoded tensor maps that each place in an argument buffer remembers; then the least recently used goes."""
 
 _FORMATS = {"i64": "q", "i32": "i"}
 
 
+class MapSlot:
+    """The place of one CUtensorMap in an argument buffer, and the maps encoded so far, by the tensor's address."""
+
+    def __init__(self, tensor_map: TensorMap, memory: memoryview):
+        m = tensor_map
+        self.index = TENSORS.index(m.tensor)
+        """Of the tensor in TENSORS."""
+        self.address = -1
+        """For which the place holds the map; -1: for none yet."""
+        self._map, self._memory = m, memory
+        self._encoder = driver.TensorMapEncoder(m.dtype, m.dims, m.strides, m.box)
+        self._encoded: OrderedDict[int, bytes] = OrderedDict()
+
+    def write(self, address: int) -> None:
+        """Put the map of the tensor at `address` in its place. InputError: TMA cannot address such a tensor."""
+        encoded = self._encoded.get(address)
+        if encoded is None:
+            encoded = self._encoded[address] = self._encode(address)
+            if len(self._encoded) > MAX_ENCODED:
+                self._encoded.popitem(last=False)
+        else:
+            self._encoded.move_to_end(address)
+        self._memory[:] = encoded
+        self.address = address
+
+    def _encode(self, address: int) -> bytes:
+        try:
+            return self._encoder.encode(address)
+        except driver.DriverError as e:
+            m = self._map
+            raise InputError(m.tensor, f"TMA cannot address it: strides {m.strides} bytes, address {address:#x} ({e})") from None
+
+
 class KernelArguments:
-    """The argument buffer of one kernel. `names` are those of the pointer values that `write_pointers` will get, in order."""
+    """The argument buffer of one kernel. `names` are those of the pointer values that `write` will get, in order: TENSORS first."""
 
     def __init__(self, kernel: KernelPlan, launch: KernelLaunch, names: tuple[str, ...]):
         kinds = [p.ctype for p in kernel.params]
@@ -39,27 +71,27 @@ class KernelArguments:
             raise InternalError(f"kernel {kernel.name}: no value for the pointers {missing}; known: {names}")
         pointers = struct.Struct(f"={len(kernel.pointers)}Q")
         scalars = struct.Struct("=" + "".join(_FORMATS[c] for c in kinds))
-        maps_bytes = len(kernel.maps) * driver.TENSOR_MAP_BYTES
+        size = driver.TENSOR_MAP_BYTES
+        self._offset = len(launch.maps) * size
         params_bytes = -(-(pointers.size + scalars.size) // 8) * 8  # C pads the struct to its alignment
-        raw = ctypes.create_string_buffer(maps_bytes + params_bytes + 64)
+        raw = ctypes.create_string_buffer(self._offset + params_bytes + 64)
         start = -ctypes.addressof(raw) % 64
-        self._memory = memoryview(raw).cast("B")[start:]
-        base = ctypes.addressof(raw) + start
-        addresses = [base + i * driver.TENSOR_MAP_BYTES for i in range(len(kernel.maps))] + [base + maps_bytes]
-        self._addresses = (ctypes.c_void_p * len(addresses))(*addresses)
+        memory = memoryview(raw).cast("B")[start:]
+        places = [*range(0, self._offset, size), self._offset]
+        self._addresses = (ctypes.c_void_p * len(places))(*(ctypes.addressof(raw) + start + i for i in places))
         self.params = ctypes.addressof(self._addresses)
         """Address of the array of argument addresses, as the driver's launch takes it."""
         self.grid, self.block, self.smem_bytes = launch.grid, launch.block, launch.smem_bytes
-        self.maps_bytes = maps_bytes
-        self._offset, self._pack = maps_bytes, pointers.pack_into
+        self._memory, self._pack = memory, pointers.pack_into
+        self._maps = [MapSlot(m, memory[i : i + size]) for m, i in zip(launch.maps, places)]
         self._pick = picker([names.index(n) for n in kernel.pointers])
-        scalars.pack_into(self._memory, maps_bytes + pointers.size, *launch.scalars)
+        scalars.pack_into(memory, self._offset + pointers.size, *launch.scalars)
 
-    def write_maps(self, encoded: bytes) -> None:
-        """All CUtensorMaps, one after another."""
-        self._memory[: self.maps_bytes] = encoded
-
-    def write_pointers(self, values: tuple[int, ...]) -> None:
+    def write(self, values: tuple[int, ...]) -> None:
+        """The pointers, and the tensor maps of tensors that moved since the last time."""
+        for slot in self._maps:
+            if values[slot.index] != slot.address:
+                slot.write(values[slot.index])
         self._pack(self._memory, self._offset, *self._pick(values))
 
 
@@ -73,34 +105,24 @@ def picker(indices: list[int]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
 class BoundCall:
     """A plan bound to sizes and strides on one device; `run` launches it for given addresses. Safe to use from many threads.
 
-    `functions`: handles of the plan's kernels, in order. `debug`: device address of the debug record, 0 without one.
+    `functions`: handles of the plan's kernels, in order. `pool`: None if the plan has no workspace. `debug`: device address of the
+    debug record, 0 without one.
     """
 
     def __init__(
         self, plan: Plan, launch: Launch, device: int, functions: tuple[int, ...], pool: Workspaces | None, debug: int = 0
     ):
-        attention: Attention = plan.attention
         self.device = device
         self.launch = launch
-        self.out_shape, self.lse_shape = output_shapes(attention, launch.problem).values()
+        self.out_shape, self.lse_shape = output_shapes(plan.attention, launch.problem).values()
         self._context = driver.primary_context(device)
         self._pool = pool
         self._requests: tuple[Request, ...] = tuple(w for w in launch.workspaces if w[0] != "debug")
         self._debug = (debug,) if debug else ()
         self._no_keys = launch.problem.sk == 0
         names = TENSORS + tuple(w[0] for w in self._requests) + (("debug",) if debug else ())
-        self._kernels = [
-            (function, KernelArguments(kernel, bound, names))
-            for function, kernel, bound in zip(functions, plan.kernels, launch.kernels)
-        ]
-        self._encoders = [
-            [(m.tensor, TENSORS.index(m.tensor), driver.TensorMapEncoder(m.dtype, m.dims, m.strides, m.box)) for m in bound.maps]
-            for bound in launch.kernels
-        ]
-        self._map_key = picker(sorted({index for kernel in self._encoders for _, index, _ in kernel}))
-        self._encoded: OrderedDict[tuple[int, ...], list[bytes]] = OrderedDict()
-        self._written: tuple[int, ...] = ()
-        self._strides = {m.tensor: m.strides for bound in launch.kernels for m in bound.maps}
+        arguments = [KernelArguments(kernel, bound, names) for kernel, bound in zip(plan.kernels, launch.kernels)]
+        self._kernels = list(zip(functions, arguments))
         self._lock = threading.Lock()  # the argument buffers are shared by all callers
 
     def run(self, addresses: tuple[int, ...], stream: int) -> None:
@@ -127,29 +149,6 @@ class BoundCall:
             values += self._pool.pointers(self._requests, stream)
         values += self._debug
         with self._lock:
-            addresses = self._map_key(values)
-            if addresses != self._written:
-                self._write_maps(values, addresses)
             for function, a in self._kernels:
-                a.write_pointers(values)
+                a.write(values)
                 driver.launch(function, a.grid, a.block, a.smem_bytes, stream, a.params)
-
-    def _write_maps(self, values: tuple[int, ...], addresses: tuple[int, ...]) -> None:
-        encoded = self._encoded.get(addresses)
-        if encoded is None:
-            encoded = [b"".join(self._encode(*e, values) for e in kernel) for kernel in self._encoders]
-            self._encoded[addresses] = encoded
-            if len(self._encoded) > MAX_ENCODED:
-                self._encoded.popitem(last=False)
-        else:
-            self._encoded.move_to_end(addresses)
-        for (_, arguments), maps in zip(self._kernels, encoded):
-            arguments.write_maps(maps)
-        self._written = addresses
-
-    def _encode(self, tensor: str, index: int, encoder: driver.TensorMapEncoder, values: tuple[int, ...]) -> bytes:
-        try:
-            return encoder.encode(values[index])
-        except driver.DriverError as e:
-            strides = self._strides[tensor]
-            raise InputError(tensor, f"TMA cannot address it: strides {strides} bytes, address {values[index]:#x} ({e})") from None

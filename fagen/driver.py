@@ -45,8 +45,10 @@ def api() -> Any:
         raise LaunchError(f"no GPU: the package cuda-bindings cannot be imported ({e})") from None
     try:
         (status,) = driver.cuInit(0)
-    except RuntimeError as e:  # the bindings open libcuda on the first call
-        raise LaunchError(f"no GPU: the CUDA driver library is missing ({_first_line(e)})") from None
+    except RuntimeError as e:  # the bindings open libcuda on the first call, and say at length that it is not there
+        missing = type(e).__name__ == "DynamicLibNotFoundError"
+        reason = "is not installed; it comes with the NVIDIA driver" if missing else f"cannot be used: {_first_line(e)}"
+        raise LaunchError(f"no GPU: the CUDA driver library (libcuda) {reason}") from None
     if status == driver.CUresult.CUDA_ERROR_NO_DEVICE:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         hint = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
@@ -136,7 +138,11 @@ def primary_context(index: int) -> int:
 
 def current_context() -> int:
     """The calling thread's context, 0 if it has none."""
-    return int(_call("cuCtxGetCurrent"))
+    driver = api()
+    status, context = driver.cuCtxGetCurrent()
+    if status != 0:
+        raise _error(driver, "cuCtxGetCurrent", status)
+    return int(context)
 
 
 def current_device() -> int:

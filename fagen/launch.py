@@ -199,7 +199,8 @@ class Kernel:
         torch = sys.modules["torch"]
         self._torch_stream = raw_stream(torch)
         self._torch_out_dtype = getattr(torch, FRAMEWORK_NAMES[self.plan.attention.output_dtype])
-        _bounded_insert(self._torch_calls, key, bound)
+        with self._setup:
+            _bounded_insert(self._torch_calls, key, bound)
 
     def _bind(self, device: int, problem: Problem, strides: Strides, stream: int) -> BoundCall:
         """The bound call for these sizes and strides. Needs the device's context to be current."""

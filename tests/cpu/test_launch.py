@@ -86,11 +86,10 @@ def make(p: Plan, fake: FakeCuda) -> Kernel:
 def test_params_are_laid_out_as_c_does(scalars: tuple[str, ...], pointers: tuple[str, ...]) -> None:
     names = ("q", "k", "v", "out", "lse")
     params = tuple(Param(f"s{i}", c, sym("sq")) for i, c in enumerate(scalars))
-    kernel = replace(schedule_plan().kernels[0], pointers=pointers, params=params)
+    kernel = replace(schedule_plan("fa2").kernels[0], pointers=pointers, params=params)
     values = tuple(-(i + 3) * 1000 for i in range(len(params)))
     arguments = KernelArguments(kernel, KernelLaunch(kernel.name, 1, 128, 0, values, ()), names)
-    arguments.write_maps(bytes(128 * len(kernel.maps)))
-    arguments.write_pointers((11, 22, 33, 44, 2**63 + 5))
+    arguments.write((11, 22, 33, 44, 2**63 + 5))
     _, seen = read_arguments(kernel, arguments.params)
     assert [getattr(seen, n) for n in pointers] == [dict(zip(names, (11, 22, 33, 44, 2**63 + 5)))[n] for n in pointers]
     assert [getattr(seen, p.name) for p in params] == list(values)
@@ -239,6 +238,8 @@ def test_memory_of_encoded_maps_is_bounded(fake: FakeCuda, torch, monkeypatch: p
     a, b, c = ([Tensor(x.copy()) for x in qkv()] for _ in range(3))
     for tensors in (a, b, a, c, a, b):  # b is the least recently used when c comes
         kernel(*tensors)
+    assert fake.calls.count("cuTensorMapEncodeTiled") == 3 * 4
+    kernel(b[0], a[1], b[2])  # only what moved is looked up
     assert fake.calls.count("cuTensorMapEncodeTiled") == 3 * 4
 
 
@@ -479,9 +480,9 @@ def test_import_touches_no_gpu_and_no_framework() -> None:
     loaded = run_python(
         "import sys, os, fagen, fagen.launch, fagen.driver, fagen.interop, fagen.npz\n"
         "maps = open('/proc/self/maps').read() if os.path.exists('/proc/self/maps') else ''\n"
-        "print([m for m in ('torch', 'cupy', 'jax', 'cuda.bindings.driver') if m in sys.modules], 'libcuda.so' in maps)"
+        "print([m for m in ('torch', 'cupy', 'jax') if m in sys.modules], 'libcuda.so' in maps, fagen.driver.api.cache_info().currsize)"
     )
-    assert loaded == "[] False"
+    assert loaded == "[] False 0"
 
 
 @pytest.mark.parametrize(
@@ -489,7 +490,7 @@ def test_import_touches_no_gpu_and_no_framework() -> None:
     [
         ("CUDA_ERROR_NO_DEVICE", "no GPU: the CUDA driver sees no device (CUDA_VISIBLE_DEVICES='')"),
         ("CUDA_ERROR_SYSTEM_DRIVER_MISMATCH", "no GPU: cuInit failed: CUDA_ERROR_SYSTEM_DRIVER_MISMATCH"),
-        (None, "no GPU: the CUDA driver library is missing (no libcuda here)"),
+        (None, "no GPU: the CUDA driver library (libcuda) cannot be used: no libcuda here"),
     ],
 )
 def test_what_is_missing_is_named_in_one_line(status: str | None, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -508,6 +509,22 @@ def test_what_is_missing_is_named_in_one_line(status: str | None, text: str, mon
     with pytest.raises(LaunchError) as error:
         driver.device_count()
     assert str(error.value).startswith(text) and "\n" not in str(error.value)
+    driver.api.cache_clear()
+
+
+def test_the_bindings_word_for_a_missing_library_becomes_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    from cuda.bindings import driver as bindings
+    from cuda.pathfinder import DynamicLibNotFoundError
+
+    def init(flags: int):
+        raise DynamicLibNotFoundError("at length")
+
+    monkeypatch.setattr(bindings, "cuInit", init)
+    driver.api.cache_clear()
+    with pytest.raises(
+        LaunchError, match=r"^no GPU: the CUDA driver library \(libcuda\) is not installed; it comes with the NVIDIA driver$"
+    ):
+        driver.device_info(0)
     driver.api.cache_clear()
 
 
