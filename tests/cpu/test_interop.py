@@ -18,7 +18,7 @@ from fagen.interop.dlpack import _dtype
 from fagen.interop.dlpack import framework_of as exporter_framework
 from fagen.launch import Kernel
 from fagen.library import load
-from fagen.plan import Problem, plan
+from fagen.plan import Problem, assemble
 
 BF16 = ml_dtypes.bfloat16
 ATTENTION = Attention(head_dim=64, dtype="bf16")
@@ -136,7 +136,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 @pytest.fixture
 def kernel(fake: FakeCuda) -> Kernel:
-    p = plan(*load("fa3", head_dim=64))
+    p = assemble(*load("fa3", head_dim=64))
     fake.kernel = attention_kernel(p)
     return Kernel(p, "", b"", None)
 

@@ -30,7 +30,7 @@ from fagen import InputError, InternalError, LaunchError, driver
 from fagen.arguments import BoundCall, KernelArguments
 from fagen.launch import Kernel
 from fagen.library import load
-from fagen.plan import Plan, Problem, plan
+from fagen.plan import Plan, Problem, assemble
 from fagen.plan.expr import as_expr, sym
 from fagen.plan.kernel import KernelLaunch, Param, Workspace
 from fagen.plan.steps import Gmem
@@ -42,7 +42,7 @@ STREAM = 0x70  # torch's current one
 
 def schedule_plan(name: str = "fa3", head_dim: int = 64, dtype: str = "bf16", **knobs: object) -> Plan:
     attention, schedule = load(name, head_dim=head_dim, dtype=dtype, **knobs)
-    return plan(attention, schedule)
+    return assemble(attention, schedule)  # the proof has its own tests
 
 
 def with_workspace(p: Plan, nbytes: int, zeroed: bool = True) -> Plan:
@@ -441,7 +441,7 @@ def test_descales_are_refused(fake: FakeCuda) -> None:
 
 def test_debug_record_and_seed(fake: FakeCuda, torch) -> None:
     attention, schedule = load("fa3", head_dim=64)
-    p = plan(attention, schedule, debug=True)
+    p = assemble(attention, schedule, debug=True)
     kernel, words = Kernel(p, "", b"", None), {}
 
     def launched(params: int) -> None:
