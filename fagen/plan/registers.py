@@ -10,7 +10,7 @@ from .steps import DTYPE_BYTES
 # (rounded down to 8), and what the producer gives back is what the consumers may take.
 WARPGROUP_REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
 
-OVERHEAD = {"wgmma": 24, "mma_sync": 40}
+OVERHEAD = {"wgmma": 24, "mma_sync": 56}
 """Registers beyond the tiles: row statistics, addresses, cursors, loop state. Calibrated by compiling the tile sizes at the border."""
 
 

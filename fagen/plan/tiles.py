@@ -111,6 +111,7 @@ class Tiles:
             *head,
             Let(var="b", value=sym("pair") // HQ),
             Let(var="h", value=sym("pair") - B * HQ),
+            Let(var="h_kv", value=H // sym("group"), why="the KV head that this query head shares"),
             Let(var="n", value=ceildiv(self.key_end(), s.tile_kv), why="key blocks this tile sees"),
         )
 

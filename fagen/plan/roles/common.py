@@ -8,8 +8,8 @@ from ..tiles import SQ, B, H, M, Tiles, W
 
 ROW0 = sym("row0")
 """First query row of the role instance."""
-HEAD_KV = H // sym("group")
-"""KV head of query head h: query heads h, h + 1, … of a group share one."""
+HEAD_KV = sym("h_kv")
+"""KV head of query head h: the query heads of a group share one."""
 
 
 def setup(tiles: Tiles, rows: int) -> Body:

@@ -3,13 +3,16 @@
 Groups of cp.async are committed in a fixed alternation … V(i), K(i+1), V(i+1), K(i+2) … (empty where there is no such block), so the
 number of younger groups allowed open at each wait is a constant: 2·(stages − 1). Two CTA barriers a block: before a block's product
 reads a slot that every warp helped to fill, which is also when every warp is done with the slot that the next copy overwrites.
+
+One cursor a ring is enough. A copy of K goes to the slot just read, and the next slot is the oldest. A copy of V goes to the slot
+read in the block before, and the next one, again the oldest, is read in this block.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..expr import Expr, as_expr, minimum, sym
+from ..expr import Expr, as_expr, maximum, minimum, sym
 from ..steps import (
     Advance,
     Body,
@@ -52,9 +55,7 @@ class MmaSync:
     def role(self) -> Role:
         s = self.tiles.schedule
         assert s.warps is not None
-        cursors = tuple(
-            Cursor(name, stages, 0) for name, stages in (("k", s.stages_k), ("v", s.stages_v)) for name in (name, f"load_{name}")
-        )
+        cursors = (Cursor("k", s.stages_k, 0), Cursor("v", s.stages_v, 0))
         return Role("warps", s.warps, 1, False, None, self._frags(), cursors, self.tiles.loop(self._tile()))
 
     def _frags(self) -> tuple[Frag, ...]:
@@ -76,12 +77,21 @@ class MmaSync:
         return CpAsync(name="load_q", src="q", dst=Slot("Q", None), seq=row, limit=SQ, head=H, batch=B)
 
     def _copy(self, tensor: str, block: Expr, exists: Expr | None = None) -> Body:
-        """Copy a block if it exists, and commit its group either way."""
-        row = block * self.tiles.schedule.tile_kv
-        slot = Slot(tensor.upper(), f"load_{tensor}")
-        copy = CpAsync(name=f"load_{tensor}", src=tensor, dst=slot, seq=row, limit=SK, head=HEAD_KV, batch=B)
-        load: Body = (copy, Advance(cursor=f"load_{tensor}"))
-        return (*(load if exists is None else (If(name=f"more_{tensor}", cond=exists, then=load),)), CpCommit())
+        """Copy a block and commit its group. Where there is no such block, the same copies read nothing and fill the slot with 0:
+        a branch would end the basic block in which ptxas mixes loads with products."""
+        first, limit = block, SK
+        if exists is not None:
+            first, limit = maximum(block, 0), SK * exists
+        copy = CpAsync(
+            name=f"load_{tensor}",
+            src=tensor,
+            dst=Slot(tensor.upper(), tensor),
+            seq=first * self.tiles.schedule.tile_kv,
+            limit=limit,
+            head=HEAD_KV,
+            batch=B,
+        )
+        return copy, Advance(cursor=tensor), CpCommit()
 
     def _fill_rings(self) -> Body:
         """The alternation up to the first block: what the loop's copies would have issued in the blocks before it."""
@@ -129,6 +139,7 @@ class MmaSync:
                 why="right edge of the mask",
             ),
             Loop(var="j", first=minimum(N, sym("edge")) - 1, last=as_expr(0), step=-1, segment="steady", body=self._block(False)),
+            CpWait(pending=0, why="the last copies, of blocks that do not exist, land before the tile is left"),
         )
         return (
             *setup(t, self.rows),
@@ -146,7 +157,6 @@ class MmaSync:
             *self._arrived(s.stages_k, "K(j) is there; P·V of the block before is done everywhere"),
             *self._copy("v", J - (s.stages_v - 1), s.stages_v - 1 <= J if s.stages_v > 1 else None),
             Mma(name="qk", d="S", a=q, b=k, accumulate=False, trans_b=False, unit="mma_sync"),
-            Advance(cursor="k"),
             *mask,
             OnlineSoftmax(s="S", m="m_ref", l="l_sum", alpha="alpha", scale_log2=self.tiles.attention.scale_log2, first=False),
             Pack(p="P", s="S"),
@@ -154,5 +164,4 @@ class MmaSync:
             *self._arrived(s.stages_v, "V(j) is there; Q·K of this block is done everywhere"),
             *self._copy("k", J - s.stages_k, s.stages_k <= J),
             Mma(name="pv", d="O", a="P", b=v, accumulate=True, trans_b=True, unit="mma_sync"),
-            Advance(cursor="v"),
         )

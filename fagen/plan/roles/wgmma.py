@@ -157,11 +157,9 @@ class Wgmma:
 
     def _refill(self, tensor: str, stages: int, j: Expr) -> Body:
         """Uniform roles: once block j is released, its slot takes block j − stages."""
-        if not self._is_uniform:
+        if not self._is_uniform or j == LAST:  # nothing comes after the last block
             return ()
-        load = If(name="more", cond=stages <= J, then=self._load(tensor, J - stages))
-        if j != J:
-            load = If(name="more", cond=j >= stages, then=self._load(tensor, j - stages))
+        load = If(name="more", cond=j >= stages, then=self._load(tensor, j - stages))
         return (Elected(name=f"refill_{tensor}", body=(load,)),)
 
     def _release(self, tensor: str, j: Expr) -> Body:
