@@ -1,0 +1,216 @@
+"""torch's side of a bench: tensors, loaded kernels, peers; every function verified, then captured as a task."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from .. import driver
+from ..compile import load_built
+from ..errors import FagenError, InputError, LaunchError
+from ..interop.arrays import FRAMEWORK_NAMES
+from ..launch import Kernel
+from . import peers, verify
+from .bench_result import BenchSpec, CaseSpec, KernelRef, Machine, Row
+from .timing import GraphTask, Task, TorchClock, open_sensors
+
+GEMM_SIZE = 8192
+COPY_BYTES = 1 << 30
+
+PREPARE_SECONDS = 120.0
+"""For imports, inputs, the reference, and a peer's first call, which may load 100 MB of kernels and search plans."""
+LAUNCH_SECONDS = 20.0
+"""For a first launch of a kernel, and for one measurement."""
+
+
+class Doing(Protocol):
+    def __call__(self, what: str, seconds: float, case: int | None, function: str | None) -> None:
+        """The next thing done is `what`, of this function of this case (by its number in the spec); longer than `seconds` is a hang."""
+
+
+def silent(what: str, seconds: float, case: int | None, function: str | None) -> None:
+    """A `Doing` for those who do not watch."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A function of a case before it is timed: what its row will say of it, and its task if it is to be timed."""
+
+    row: Row
+    task: Task | None
+
+
+def check_device() -> None:
+    """LaunchError in one line where there is no GPU or no torch; imports neither, so that a caller may still start a worker."""
+    driver.device_count()
+    if importlib.util.find_spec("torch") is None:
+        raise LaunchError("bench measures through torch, which is not installed; pip install 'fagen[torch]'")
+
+
+def require_torch() -> Any:
+    """torch, on a machine where it sees a GPU. LaunchError in one line where there is no GPU or no torch."""
+    check_device()
+    try:
+        import torch
+    except (ImportError, OSError) as e:
+        raise LaunchError(f"bench measures through torch, which cannot be imported: {_one_line(e)}") from None
+    if not torch.cuda.is_available():
+        raise LaunchError(f"bench measures through torch, and torch {torch.__version__} sees no GPU (is it a CPU build?)")
+    return torch
+
+
+class Lab:
+    """The GPU, for one spec. LaunchError where there is no GPU or no torch; InputError for a built kernel that cannot be used."""
+
+    def __init__(self, spec: BenchSpec, doing: Doing = silent):
+        self._spec, self._doing = spec, doing
+        self._case: int | None = None
+        self._at("torch starts", PREPARE_SECONDS)
+        torch = self._torch = require_torch()
+        self._index = int(torch.cuda.current_device())
+        self._kernels = self._load()
+        uuid = torch.cuda.get_device_properties(self._index).uuid
+        self.sensors = open_sensors(f"GPU-{uuid}")
+        self.clock = TorchClock(torch, self.sensors.sm_mhz, lambda name: self._at(f"{name} is timed", LAUNCH_SECONDS, name))
+
+    def _at(self, what: str, seconds: float, function: str | None = None) -> None:
+        if self._case is not None:
+            what = f"{what} on {self._spec.cases[self._case].problem}"
+        self._doing(what, seconds, self._case, function)
+
+    def _load(self) -> dict[tuple[str, str], Kernel]:
+        kernels: dict[tuple[str, str], Kernel] = {}
+        for case in self._spec.cases:
+            for ref in case.kernels:
+                place = f"{ref.directory}/{ref.file}"
+                if (ref.directory, ref.file) not in kernels:
+                    built = load_built(ref.directory, ref.file)
+                    if built.plan.debug:
+                        raise InputError(
+                            ref.label, f"{place} is a debug build, whose speed means nothing; build it without --debug"
+                        )
+                    kernels[ref.directory, ref.file] = Kernel(built.plan, built.source.text, built.cubin, built.report)
+                attention = kernels[ref.directory, ref.file].plan.attention
+                if attention != case.attention:
+                    raise InputError(ref.label, f"{place} computes {attention.label}, not {case.attention.label}")
+        return kernels
+
+    def machine(self) -> Machine:
+        info, s = driver.device_info(self._index), self.sensors
+        capability = "{}.{}".format(*info.compute_capability)
+        return Machine(
+            info.name, capability, info.num_sms, info.memory_bytes, s.driver, s.power_limit_watts, s.max_sm_mhz, s.source
+        )
+
+    def versions(self) -> dict[str, str]:
+        """Of everything that had a part, but the kernels' compilers."""
+        from .. import __version__
+
+        torch = self._torch
+        return {
+            "fagen": __version__,
+            "python": platform.python_version(),
+            "torch": str(torch.__version__),
+            "torch_cuda": str(torch.version.cuda),
+            "cudnn": str(torch.backends.cudnn.version()),
+            **{f"peer {name}": text for name, text in peers.versions(torch, self._spec.peers).items()},
+        }
+
+    def ceiling_tasks(self) -> tuple[Task, Task]:
+        """A matrix product and a device copy."""
+        torch = self._torch
+        self._at("the matrix product and the copy are prepared", PREPARE_SECONDS)
+        a, b = (self._normal(GEMM_SIZE, GEMM_SIZE, dtype="bf16", seed=i) for i in range(2))
+        product = torch.empty_like(a)
+        source = torch.randint(0, 256, (COPY_BYTES,), dtype=torch.uint8, device=a.device)
+        target = torch.empty_like(source)
+        gemm = GraphTask(torch, "matrix product", lambda: torch.mm(a, b, out=product), self.clock)
+        return gemm, GraphTask(torch, "copy", lambda: target.copy_(source), self.clock)
+
+    @contextmanager
+    def case(self, number: int) -> Iterator[None]:
+        """Around the work on a case: an error of torch (a kernel that trapped shows at the next synchronisation) becomes a LaunchError,
+        and memory is given back, so that every case starts alike."""
+        self._case = number
+        case = self._spec.cases[number]
+        try:
+            yield
+        except RuntimeError as e:
+            raise LaunchError(f"{case.attention.label} on {case.problem}: {_one_line(e)}") from e
+        self._torch.cuda.synchronize()
+        self._torch.cuda.empty_cache()
+        self._case = None
+
+    def candidates(self, case: CaseSpec) -> list[Candidate]:
+        """The case's functions on fresh inputs, each verified, the right ones captured."""
+        p, a, seed = case.problem, case.attention, self._spec.seed
+        self._at("inputs and reference are made", PREPARE_SECONDS)
+        q = self._normal(p.batch, p.sq, p.hq, a.head_dim, dtype=a.dtype, seed=seed)
+        k = self._normal(p.batch, p.sk, p.hkv, a.head_dim, dtype=a.dtype, seed=seed + 1)
+        v = self._normal(p.batch, p.sk, p.hkv, a.dv, dtype=a.dtype, seed=seed + 2)
+        want = verify.expected(self._torch, a, p, q, k, v, seed)
+        ours = [self._schedule(case, ref, q, k, v, want) for ref in case.kernels]
+        return ours + [self._peer(case, name, q, k, v, want) for name in self._spec.peers]
+
+    def _schedule(self, case: CaseSpec, ref: KernelRef, q: Any, k: Any, v: Any, want: verify.Expected) -> Candidate:
+        torch, p, a = self._torch, case.problem, case.attention
+        kernel = self._kernels[ref.directory, ref.file]
+        ids = kernel.plan.schedule.id, kernel.plan.id, kernel.report.compiler
+        row = Row(ref.label, "schedule", *ids, "failed", "", None, None, None)
+        self._at(f"{ref.label} runs for the first time", LAUNCH_SECONDS, ref.label)
+        try:
+            out = torch.full((p.batch, p.sq, p.hq, a.dv), float("nan"), dtype=self._dtype(a.output_dtype), device=q.device)
+            lse = torch.full((p.batch, p.hq, p.sq), float("nan"), dtype=torch.float32, device=q.device)
+            kernel(q, k, v, out=out, lse=lse)
+        except (FagenError, torch.cuda.OutOfMemoryError) as e:
+            self._check_alive(ref.label, e)
+            return Candidate(replace(row, reason=_one_line(e)), None)
+        self._check_alive(ref.label)
+        return self._judged(row, lambda: kernel(q, k, v, out=out, lse=lse), out, lse, want)
+
+    def _peer(self, case: CaseSpec, name: str, q: Any, k: Any, v: Any, want: verify.Expected) -> Candidate:
+        row = Row(name, "peer", None, None, None, "absent", "", None, None, None)
+        self._at(f"{name} runs for the first time", PREPARE_SECONDS, name)
+        try:
+            call, out = peers.prepare(name, self._torch, case.attention, q, k, v)
+        except peers.PeerAbsent as e:
+            self._check_alive(name, e)
+            return Candidate(replace(row, reason=str(e)), None)
+        return self._judged(row, call, out, None, want)
+
+    def _judged(self, row: Row, call: Callable[[], Any], out: Any, lse: Any, want: verify.Expected) -> Candidate:
+        self._at(f"{row.function} is verified", PREPARE_SECONDS, row.function)
+        verdict = verify.judge(self._torch, want, out, lse)
+        ratio = float(verdict.error_ratio) if math.isfinite(verdict.error_ratio) else None
+        row = replace(row, outcome="timed" if verdict.passed else "wrong", reason=verdict.reason, error_ratio=ratio)
+        if not verdict.passed:
+            return Candidate(row, None)
+        self._at(f"{row.function} is captured", PREPARE_SECONDS, row.function)
+        try:
+            return Candidate(row, GraphTask(self._torch, row.function, call, self.clock))
+        except (FagenError, RuntimeError) as e:  # cannot be captured, or no memory for its graph
+            self._check_alive(row.function, e)
+            return Candidate(replace(row, outcome="failed", reason=f"in a CUDA graph: {_one_line(e)}"), None)
+
+    def _check_alive(self, label: str, error: BaseException | None = None) -> None:
+        """An error that ended the GPU context ends the run, since nothing after it can be measured."""
+        try:
+            self._torch.cuda.synchronize()
+        except RuntimeError as e:
+            raise LaunchError(f"{label} ended the GPU context: {_one_line(error or e)}") from e
+
+    def _normal(self, *shape: int, dtype: str, seed: int) -> Any:
+        generator = self._torch.Generator(device="cuda").manual_seed(seed)
+        return self._torch.randn(shape, device="cuda", generator=generator).to(self._dtype(dtype))
+
+    def _dtype(self, name: str) -> Any:
+        return getattr(self._torch, FRAMEWORK_NAMES[name])
+
+
+def _one_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

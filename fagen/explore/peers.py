@@ -1,0 +1,152 @@
+"""Other attention kernels on this machine, through torch: cudnn, fa2, fa3. All optional.
+
+A peer gets the layout it likes best, made outside the timing, and is called as its users call it (its own allocations and small
+kernels included); under a CUDA graph its host overhead does not count. What a peer cannot do is said by it or here, in one line.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..attention import Attention
+
+Call = Callable[[], Any]
+"""Queues one launch on torch's current stream; returns the output as a (batch, seqlen_q, heads, head_dim_v) tensor or view."""
+
+
+class PeerAbsent(Exception):
+    """The peer is not installed, or does not take this attention; the message says why."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    name: str
+    description: str
+    make: Callable[[Any, Attention, Any, Any, Any], Call]
+    """(torch, attention, q, k, v) → Call. q, k, v (batch, seq, heads, dim), contiguous. Raises PeerAbsent."""
+    version: Callable[[Any], str | None]
+    """(torch) → what identifies the kernel, None if it is not there."""
+
+
+def prepare(name: str, torch: Any, attention: Attention, q: Any, k: Any, v: Any) -> tuple[Call, Any]:
+    """The peer's call and its first output. Raises PeerAbsent where it is not there or refuses."""
+    for feature, given in (("softcap", attention.softcap), ("window", attention.window), ("sink", attention.sink or None)):
+        if given is not None:
+            raise PeerAbsent(f"compared without {feature} only")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        call = PEERS[name].make(torch, attention, q, k, v)
+        try:
+            out = call()
+            torch.cuda.synchronize()
+        except torch.cuda.OutOfMemoryError:
+            raise PeerAbsent("out of GPU memory") from None
+        except (RuntimeError, NotImplementedError, TypeError, ValueError) as e:
+            raise PeerAbsent(_one_line(_why(str(e), [str(w.message) for w in caught]))) from e
+    return call, out
+
+
+def versions(torch: Any, names: tuple[str, ...]) -> dict[str, str]:
+    """What each peer that is there would run."""
+    found = {name: PEERS[name].version(torch) for name in names}
+    return {name: version for name, version in found.items() if version is not None}
+
+
+def _why(error: str, warned: list[str]) -> str:
+    """torch's scaled_dot_product_attention only says that no kernel is available, and warns of the reasons; others say it at once."""
+    if "No available kernel" in error and warned:
+        return "; ".join(dict.fromkeys(w.split("(Triggered internally", 1)[0].strip() for w in warned))
+    return error.strip().splitlines()[0] if error.strip() else "it refuses without a word"
+
+
+def _one_line(text: str, limit: int = 300) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= limit else line[: limit - 1] + "…"
+
+
+def _sdpa(torch: Any, attention: Attention, backend: str, q: Any, k: Any, v: Any) -> Call:
+    """torch's scaled_dot_product_attention, kept to one backend. q, k, v (batch, heads, seq, dim), in the layout to call it with."""
+    if attention.dtype == "e4m3":
+        raise PeerAbsent("torch's scaled_dot_product_attention takes no e4m3")
+    if attention.causal and q.shape[2] != k.shape[2]:
+        raise PeerAbsent("torch aligns a causal mask top-left where seqlen_q ≠ seqlen_k; compared with equal lengths only")
+    try:
+        selection: Any = importlib.import_module("torch.nn.attention")
+        chosen = getattr(selection.SDPBackend, backend)
+    except (ImportError, AttributeError):
+        raise PeerAbsent(f"torch {torch.__version__} has no backend {backend}") from None
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    options: dict[str, Any] = {"is_causal": attention.causal, "scale": attention.softmax_scale}
+    if q.shape[1] != k.shape[1]:
+        options["enable_gqa"] = True
+
+    def call() -> Any:
+        with selection.sdpa_kernel(chosen):
+            return sdpa(q, k, v, **options).transpose(1, 2)
+
+    return call
+
+
+def _cudnn(torch: Any, attention: Attention, q: Any, k: Any, v: Any) -> Call:
+    return _sdpa(torch, attention, "CUDNN_ATTENTION", *(x.transpose(1, 2).contiguous() for x in (q, k, v)))
+
+
+def _fa2(torch: Any, attention: Attention, q: Any, k: Any, v: Any) -> Call:
+    # The kernel itself reads (batch, seq, heads, dim): the transposed view reaches it without a copy.
+    return _sdpa(torch, attention, "FLASH_ATTENTION", *(x.transpose(1, 2) for x in (q, k, v)))
+
+
+FA3_MODULE, FA3_PACKAGE = "fa3_fwd_interface", "fa3-fwd"
+
+
+def _fa3(torch: Any, attention: Attention, q: Any, k: Any, v: Any) -> Call:
+    try:
+        flash_attn_func: Any = importlib.import_module(FA3_MODULE).flash_attn_func
+    except (ImportError, OSError, RuntimeError) as e:  # its extension can fail to load under another torch
+        raise PeerAbsent(f"{FA3_MODULE} (wheel {FA3_PACKAGE}) cannot be imported: {_one_line(str(e))}") from None
+
+    def call() -> Any:
+        out = flash_attn_func(q, k, v, softmax_scale=attention.softmax_scale, causal=attention.causal)
+        return out[0] if isinstance(out, tuple) else out
+
+    return call
+
+
+def _cudnn_version(torch: Any) -> str | None:
+    number = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
+    if number is None:
+        return None
+    major, rest = divmod(number, 10000 if number >= 90000 else 1000)
+    return f"cuDNN {major}.{rest // 100}.{rest % 100} in torch {torch.__version__}"
+
+
+def _package_version(package: str) -> str | None:
+    try:
+        return f"{package} {importlib.metadata.version(package)}"
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+PEERS = {
+    p.name: p
+    for p in (
+        Peer("cudnn", "cuDNN's attention through torch, (batch, heads, seq, dim) contiguous", _cudnn, _cudnn_version),
+        Peer(
+            "fa2",
+            "FlashAttention-2 in torch, (batch, seq, heads, dim) contiguous",
+            _fa2,
+            lambda torch: f"torch {torch.__version__}",
+        ),
+        Peer(
+            "fa3",
+            "FlashAttention-3 of the wheel fa3-fwd, (batch, seq, heads, dim) contiguous",
+            _fa3,
+            lambda torch: _package_version(FA3_PACKAGE),
+        ),
+    )
+}

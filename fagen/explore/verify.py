@@ -1,0 +1,110 @@
+"""Is an output on the GPU right? Judged on a sample, through torch, by the one policy of `fagen.oracle.compare`.
+
+The reference is float64 and the baseline of the kernel's precision, as in `fagen.oracle`, but computed on the GPU, so that long
+sequences cost little. `fagen check` is the thorough one; this keeps a wrong function from being timed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..attention import Attention
+from ..interop.arrays import FRAMEWORK_NAMES
+from ..oracle.compare import Verdict, compare
+from ..oracle.numeric import E4M3_P_SCALE
+from ..plan.kernel import Problem
+
+HEADS, ROWS = 32, 64
+"""Sampled: at most so many (batch, head) pairs, and query rows of each; the first and the last ones are always among them."""
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """Reference and baseline (out (pairs, rows, 1, head_dim_v), lse (pairs, 1, rows)) on the sampled places."""
+
+    batches: Array
+    heads: Array
+    rows: Array
+    reference: tuple[Array, Array]
+    baseline: tuple[Array, Array]
+    dtype: str
+
+
+def expected(torch: Any, attention: Attention, problem: Problem, q: Any, k: Any, v: Any, seed: int) -> Expected:
+    """q, k, v: torch tensors (batch, seq, heads, dim) on the GPU, of the attention's dtype; mask full or causal."""
+    rng = np.random.default_rng(seed)
+    pairs = _sample(rng, problem.batch * problem.hq, HEADS, edge=1)
+    rows = _sample(rng, problem.sq, ROWS, edge=4)
+    batches, heads = np.divmod(pairs, problem.hq)
+    group = problem.hq // problem.hkv
+    index = torch.as_tensor(rows, device=q.device)
+    hidden = None
+    if attention.causal:
+        keys = torch.arange(problem.sk, device=q.device)
+        hidden = keys[None, :] > index[:, None] + (problem.sk - problem.sq)
+    reference, baseline = [], []
+    for b, h in zip(batches.tolist(), heads.tolist()):
+        rows_q, keys_k, keys_v = (t.float() for t in (q[b, index, h], k[b, :, h // group], v[b, :, h // group]))
+        reference.append(_exact(torch, attention, rows_q.double(), keys_k.double(), keys_v.double(), hidden))
+        baseline.append(_rounded(torch, attention, rows_q, keys_k, keys_v, hidden))
+    return Expected(batches, heads, rows, _stack(torch, reference), _stack(torch, baseline), attention.output_dtype)
+
+
+def judge(torch: Any, want: Expected, out: Any, lse: Any | None) -> Verdict:
+    """Judge out (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q), or out alone where a function returns no lse.
+    A NaN anywhere in either is wrong, sampled or not: inputs are finite, and outputs are filled with NaN before a first call."""
+    for name, x in (("out", out), ("lse", lse)):
+        if x is not None and bool(torch.isnan(x).any()):
+            return Verdict(False, np.inf, 0.0, np.inf, f"{name} has {int(torch.isnan(x).sum())} NaN")
+    b, h, r = (torch.as_tensor(i, device=out.device) for i in (want.batches, want.heads, want.rows))
+    got = _numpy(out[b[:, None], r[None, :], h[:, None]])[:, :, None]
+    got_lse = want.reference[1] if lse is None else _numpy(lse[b[:, None], h[:, None], r[None, :]])[:, None]
+    return compare(got, got_lse, reference=want.reference, baseline=want.baseline, dtype=want.dtype)
+
+
+def _sample(rng: np.random.Generator, n: int, count: int, edge: int) -> Array:
+    if n <= count:
+        return np.arange(n)
+    inner = rng.choice(np.arange(edge, n - edge), size=count - 2 * edge, replace=False)
+    return np.sort(np.r_[np.arange(edge), inner, np.arange(n - edge, n)])
+
+
+def _scores(attention: Attention, q: Any, k: Any, hidden: Any | None) -> Any:
+    s = (q @ k.T) * attention.softmax_scale
+    return s if hidden is None else s.masked_fill(hidden, float("-inf"))
+
+
+def _exact(torch: Any, attention: Attention, q: Any, k: Any, v: Any, hidden: Any | None) -> tuple[Any, Any]:
+    s = _scores(attention, q, k, hidden)
+    lse = torch.logsumexp(s, dim=1)
+    blind = torch.isneginf(lse)
+    p = torch.exp(s - lse.masked_fill(blind, 0.0)[:, None])
+    return p @ v, lse
+
+
+def _rounded(torch: Any, attention: Attention, q: Any, k: Any, v: Any, hidden: Any | None) -> tuple[Any, Any]:
+    """The baseline: float32 scores and sums, P and the output rounded to their types."""
+    p_type, out_type = (getattr(torch, FRAMEWORK_NAMES[t]) for t in (attention.dtype, attention.output_dtype))
+    p_scale = float(E4M3_P_SCALE) if attention.dtype == "e4m3" else 1.0
+    s = _scores(attention, q, k, hidden)
+    top = s.amax(dim=1, keepdim=True)
+    blind = torch.isneginf(top)
+    p = torch.exp(s - top.masked_fill(blind, 0.0))
+    total = p.sum(dim=1, keepdim=True)
+    out = ((p * p_scale).to(p_type).float() @ v) / (total * p_scale).masked_fill(blind, 1.0)
+    return out.to(out_type), (top + torch.log(total)).squeeze(1)
+
+
+def _stack(torch: Any, parts: list[tuple[Any, Any]]) -> tuple[Array, Array]:
+    return _numpy(torch.stack([out for out, _ in parts]))[:, :, None], _numpy(torch.stack([lse for _, lse in parts]))[:, None]
+
+
+def _numpy(x: Any) -> Array:
+    array: Array = (x if x.dtype.itemsize >= 4 else x.float()).cpu().numpy()
+    return array
