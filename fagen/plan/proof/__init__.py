@@ -56,5 +56,6 @@ def prove(
         found = run.failures or check(run)
         events, count = events + len(run.order.masks), count + 1
         if found:
-            return ProofResult(False, events, count, tuple(found))
+            distinct = {(f.kind, f.message): f for f in reversed(found)}
+            return ProofResult(False, events, count, tuple(reversed(distinct.values())))
     return ProofResult(True, events, count, ())

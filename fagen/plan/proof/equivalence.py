@@ -173,7 +173,15 @@ def _idle_copy_wait(c: Change, facts: Facts) -> bool:
 
 
 def _idle_cta_sync(c: Change, facts: Facts) -> bool:
-    return any(isinstance(s, S.CtaSync) and s.id not in facts.seen.separating for s in c.steps)
+    needed = {bar for bar, _ in facts.seen.separated}
+    return any(isinstance(s, S.CtaSync) and s.id not in needed for s in c.steps)
+
+
+def _other_ring(c: Change, facts: Facts) -> bool:
+    """A CTA barrier and an access to a ring for which the barrier is not needed."""
+    bars = [s.id for s in c.steps if isinstance(s, S.CtaSync)]
+    rings = {x.smem for s in c.steps for f in ("src", "dst", "a", "b") for x in [getattr(s, f, None)] if isinstance(x, S.Slot)}
+    return len(bars) == 1 and bool(rings) and all((bars[0], ring) not in facts.seen.separated for ring in rings)
 
 
 def _unobserved(c: Change, facts: Facts) -> bool:
@@ -219,6 +227,7 @@ RULES: tuple[tuple[tuple[str, ...], str, Callable[[Change, Facts], bool]], ...] 
         "nothing on one side of the barrier conflicts with the other side, up to the barriers around it",
         _idle_cta_sync,
     ),
+    (("swap",), "the barrier keeps apart accesses to other rings, not to this one", _other_ring),
     (("drop", "swap"), "nothing looks: the cursor is not used again, or nothing waits for the phase", _unobserved),
     (("pending-1",), "waits for more groups than needed: later, never too early", lambda c, facts: True),
     (("slot",), "both cursors stand at the same slot whenever the step runs", _same_slot),

@@ -4,6 +4,7 @@ happens-before order, so that the reasons for equivalent mutants do not rest on 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from .. import steps as S
 from .checks import used_cursors
@@ -19,9 +20,10 @@ class Interval:
     writes: set[SlotKey] = field(default_factory=set)
     arrived: set[SlotKey] = field(default_factory=set)
 
-    def conflicts(self, after: Interval) -> bool:
-        """Whether a barrier between this interval and the next has something to keep apart."""
-        return bool(self.reads & after.writes or (self.writes | self.arrived) & after.reads or self.writes & after.writes)
+    def conflicts(self, after: Interval) -> set[SlotKey]:
+        """The slots for which a barrier between this interval and the next is needed."""
+        written = self.writes | self.arrived
+        return self.reads & after.writes | written & after.reads | self.writes & after.writes
 
 
 @dataclass
@@ -52,8 +54,8 @@ class Observed:
     """(step, cursor, cursor): the cursors were at different slots."""
     completing: set[str] = field(default_factory=set)
     """cp.async waits that complete a copy."""
-    separating: set[str] = field(default_factory=set)
-    """CTA barriers that separate conflicting accesses no other barrier separates."""
+    separated: set[tuple[str, str]] = field(default_factory=set)
+    """(CTA barrier, ring): the barrier separates conflicting accesses to the ring that no other barrier separates."""
     slack: dict[str, int] = field(default_factory=dict)
     """Copy → how many groups younger it could be and still be waited for before it is read."""
     released: dict[tuple[str, str], set[str]] = field(default_factory=dict)
@@ -117,8 +119,8 @@ class Observed:
         if self._threads:
             passed = max((t.passed for t in self._threads.values()), key=len)
             for i, barrier in enumerate(passed):
-                if i + 1 < len(self._intervals) and self._intervals[i].conflicts(self._intervals[i + 1]):
-                    self.separating.add(barrier)
+                if i + 1 < len(self._intervals):
+                    self.separated |= {(barrier, ring) for ring, _ in self._intervals[i].conflicts(self._intervals[i + 1])}
         self._waited_for(run)
         self._released(run)
         self._threads, self._intervals = {}, []
@@ -150,7 +152,7 @@ class Observed:
     def _released(self, run: Run) -> None:
         masks, labels = run.order.masks, run.order.labels
         for key, fills in run.fills.items():
-            for fill, following in zip(fills, fills[1:]):
+            for fill, following in pairwise(fills):
                 past = masks[following.issues[0]]
                 waited = {
                     (w.bar.spec.name, e) for w in run.waits if w.phase >= 0 and past >> w.end & 1 for e in w.bar.phases[w.phase]

@@ -8,12 +8,12 @@ completing, a barrier's phase completing. Event numbers follow the one run that 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ..steps import Step
 
 
-@dataclass(frozen=True)
-class Label:
+class Label(NamedTuple):
     """What an event is: `step` (None for a barrier's completion) of the thread called `who`, and what happens there."""
 
     step: Step | None

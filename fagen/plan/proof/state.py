@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 from ...errors import InternalError
@@ -85,8 +86,9 @@ class Line:
     at: Step | None = None
     """The step it waits in."""
 
-    @property
+    @cached_property
     def suffix(self) -> str:
+        """Names the instance where a role has several."""
         return f"[{self.w}]" if self.role.count > 1 else ""
 
     def label(self, step: Step, what: str = "") -> Label:
