@@ -1,0 +1,54 @@
+"""The verbs of the Python interface: `compile`, `simulate`, `reference`. Imported at first use, so that `import fagen` stays quick."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import oracle
+from .attention import Attention
+from .compile import build
+from .emit import emit
+from .launch import Kernel
+from .plan import plan
+from .schedule import Schedule
+
+Array = npt.NDArray[Any]
+
+
+def compile(attention: Attention, schedule: Schedule, *, debug: bool = False, allow_spill_bytes: int = 0) -> Kernel:
+    """A callable kernel: plan, emit and compile (by NVRTC, through the disk cache). Needs no GPU before it is called.
+
+    `debug`: every wait is bounded; one that runs out traps and leaves a record of who waited for what. `allow_spill_bytes`: spills
+    tolerated per thread, for schedules that are being explored.
+
+    The kernel has `.plan`, `.source` (the CUDA text), `.cubin` and `.report`. Raises ScheduleError where the pair is not legal,
+    CompileError where the compiler's result breaks a promise of the plan, or there is no compiler.
+    """
+    planned = plan(attention, schedule, debug=debug)
+    built = build(planned, emit(planned), allow_spill_bytes=allow_spill_bytes)
+    return Kernel(built.plan, built.source.text, built.cubin, built.report)
+
+
+def simulate(attention: Attention, schedule: Schedule, q: Array, k: Array, v: Array, *, seed: int = 0) -> tuple[Array, Array]:
+    """What the kernel of this pair computes, step by step on the CPU: for tests and for reading, not for speed.
+
+    q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, head_dim_v): NumPy
+    arrays of the attention's dtype (of ml_dtypes for bf16). Returns out (batch, seqlen_q, heads, head_dim_v) and lse
+    (batch, heads, seqlen_q), float32. `seed` chooses the order in which warps and copies get their turns; a right kernel gives the
+    same bits for every one. A 128 × 128 tile takes about 1 ms.
+
+    Raises ScheduleError, InputError naming the tensor, LaunchError for a plan that hangs or breaks a rule of the hardware.
+    """
+    return oracle.simulate(attention, schedule, np.asarray(q), np.asarray(k), np.asarray(v), seed=seed)
+
+
+def reference(attention: Attention, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+    """softmax(scale · Q Kᵀ + mask) V in float64, on the inputs as they are.
+
+    Shapes as in `simulate`, any real dtype. Returns out (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q), the
+    natural logarithm; a row that sees no key has out 0 and lse −inf. Raises InputError naming the tensor.
+    """
+    return oracle.reference(attention, np.asarray(q), np.asarray(k), np.asarray(v))

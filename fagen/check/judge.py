@@ -1,0 +1,97 @@
+"""The processes that compute the float64 reference: a pool of fresh interpreters with one BLAS thread each."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+
+from ..attention import Attention
+from ..errors import LaunchError
+from ..oracle import CheckProblem, Verdict, check, compare, make_inputs, sample_rows, simulate, simulate_sample
+from ..oracle.baseline import baseline_rows
+from ..oracle.numeric import DTYPES
+from ..oracle.reference import reference_rows
+from ..schedule import Schedule
+from .items import with_reason
+
+FEW = 16
+"""Cases below which starting processes takes longer than the work."""
+_ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+@contextlib.contextmanager
+def pool(cases: int) -> Iterator[Executor]:
+    """An executor for `cases` judgements. Leaving it early (an error, Ctrl-C) drops what has not begun."""
+    workers = min(os.cpu_count() or 1, cases)
+    executor: Executor
+    if cases < FEW or workers < 2:
+        executor = ThreadPoolExecutor(1)
+    else:
+        before = {n: os.environ.get(n) for n in _ONE_THREAD}
+        os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))  # read when the new interpreters import NumPy
+        try:
+            executor = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+            executor.submit(os.getpid)  # starts them now where the executor starts all at once
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+    try:
+        yield executor
+    finally:
+        executor.shutdown(wait=True, cancel_futures=True)
+
+
+def save_outputs(path: Path, out: np.ndarray, lse: np.ndarray, rows: np.ndarray) -> None:
+    """Keep what the judge needs of a kernel's outputs: the query rows it compares. 16-bit values as their bits."""
+    np.savez(path, out=out[:, rows].view(np.dtype(f"u{out.dtype.itemsize}")), lse=lse[:, :, rows])
+
+
+def judge_outputs(attention: Attention, problem: CheckProblem, seed: int, path: Path) -> Verdict:
+    """Judge outputs that `save_outputs` kept; makes the inputs again from the seed, and removes the file."""
+    rows = sample_rows(problem.sq, seed=seed)
+    with np.load(path) as saved:
+        out, lse = saved["out"].view(DTYPES[attention.output_dtype]), saved["lse"]
+    path.unlink()
+    q, k, v = make_inputs(attention, problem, seed=seed, inputs=problem.inputs, layout=problem.layout)
+    return compare(
+        out,
+        lse,
+        reference=reference_rows(attention, q, k, v, rows),
+        baseline=baseline_rows(attention, q, k, v, rows),
+        dtype=attention.output_dtype,
+    )
+
+
+def judge_simulated(
+    attention: Attention, schedule: Schedule, problem: CheckProblem, seed: int, runs: int, ctas: int | None
+) -> Verdict:
+    """Simulate a problem `runs` times, each in another interleaving, and judge it. `ctas`: how many CTAs are run, None: all."""
+    q, k, v = make_inputs(attention, problem, seed=seed, inputs=problem.inputs, layout=problem.layout)
+    rows = None
+    differs = ""
+    try:
+        if ctas is None:
+            out, lse = simulate(attention, schedule, q, k, v, seed=seed)
+            for n in range(1, runs):
+                again = simulate(attention, schedule, q, k, v, seed=seed + n)
+                if not differs and not all(np.array_equal(_bits(a), _bits(b)) for a, b in zip((out, lse), again)):
+                    differs = f"interleaving {n + 1} gives other bits than the first"
+        else:
+            part = simulate_sample(attention, schedule, q, k, v, seed=seed, ctas=ctas)
+            out, lse, rows = part.out, part.lse, part.rows
+    except LaunchError as e:  # deadlocks and faults of the simulated machine
+        return Verdict(False, float("inf"), 0.0, float("inf"), f"{type(e).__name__}: {e}")
+    return with_reason(check(attention, q, k, v, out, lse, rows=rows, seed=seed), differs)
+
+
+def _bits(x: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(x).view(np.uint8)

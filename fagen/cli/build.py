@@ -1,0 +1,132 @@
+"""fagen build: schedules to NAME.cu, NAME.cubin and NAME.json."""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .. import cache, nvrtc
+from ..compile import Built, build, write_built
+from ..emit import Source, emit
+from ..plan import Plan
+from ..report import KernelReport
+from . import common
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+COMPILERS = 4
+"""Compilations at a time; NVRTC works outside Python's lock."""
+
+
+@click.command()
+@click.argument("schedules", nargs=-1, required=True, metavar="SCHEDULE...")
+@click.option("-o", "--output", default="generated", show_default=True, metavar="DIR", help="Folder for the files.")
+@common.set_option
+@common.causal_option
+@common.variants_option
+@click.option("--debug", is_flag=True, help="Bounded waits that name what hung: NAME.debug.cu and so on.")
+@common.json_option
+def command(
+    schedules: tuple[str, ...], output: str, settings: tuple[str, ...], causal: bool, variants: bool, debug: bool, as_json: bool
+) -> None:
+    """Compile each SCHEDULE and write NAME.cu, NAME.cubin and NAME.json; NAME is the file's stem and what --set changed.
+
+    The compiled code must keep the plan's promises: no spills, no serialised matrix products, exactly the planned instructions.
+    """
+    items = common.select(schedules, settings, causal, variants)
+    plans = [common.planned(i, debug=debug) for i in items]  # an illegal one is refused before anything is written
+    sources = [emit(p, common.built_name(i, debug)) for p, i in zip(plans, items)]
+    with common.Progress("compiling", len(items)) as progress, ThreadPoolExecutor(min(COMPILERS, len(items))) as compilers:
+        done = []
+        for outcome in compilers.map(lambda job: _build(*job), zip(plans, sources)):
+            done.append(outcome)
+            progress.step(outcome.built.source.name)
+    written = [write_built(d.built, output, d.built.source.name) for d in done]
+    if as_json:
+        common.write_json([_facts(d, paths) for d, paths in zip(done, written)])
+        return
+    common.write(_table(done))
+    for d in done:
+        for text in (*d.built.report.notes, *(f for k in d.built.report.kernels for f in k.faults)):
+            common.note(f"{d.built.source.name}: {text}")
+    common.write(f"{len(written)} kernel{'s' if len(written) != 1 else ''} in {output}: .cu to read, .cubin to run, .json to check")
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    built: Built
+    seconds: float
+    cached: bool
+
+
+def _build(plan: Plan, source: Source) -> _Outcome:
+    start = time.perf_counter()
+    cached = _in_cache(source)
+    built = build(plan, source)
+    return _Outcome(built, round(time.perf_counter() - start, 3), cached)
+
+
+def _in_cache(source: Source) -> bool:
+    try:
+        store = cache.default()
+    except OSError:  # no place for a cache: `build` compiles
+        return False
+    return store.load(cache.key(source.text, nvrtc.options(source.arch), nvrtc.compiler())) is not None
+
+
+def _facts(outcome: _Outcome, paths: tuple[Path, Path, Path]) -> dict[str, Any]:
+    built = outcome.built
+    return {
+        "name": built.source.name,
+        "plan": built.plan.id,
+        "attention": built.plan.attention.to_dict(),
+        "schedule": built.plan.schedule.to_dict(),
+        "code_sha256": built.source.code_sha256,
+        "files": [str(p) for p in paths],
+        "seconds": outcome.seconds,
+        "cached": outcome.cached,
+        "report": built.report.to_dict(),
+    }
+
+
+def _table(outcomes: list[_Outcome]) -> Table:
+    from rich.table import Table
+
+    table = Table("kernel", "attention", "registers", "spill", "shared memory", "SASS: found = expected", "seconds")
+    for o in outcomes:
+        built = o.built
+        for k in built.report.kernels:
+            name = built.source.name if len(built.report.kernels) == 1 else f"{built.source.name}: {k.name}"
+            table.add_row(
+                name,
+                built.plan.attention.label,
+                _registers(k),
+                f"{max(k.spill_stores, k.spill_loads, k.stack_bytes)} B",
+                f"{k.smem_bytes} B",
+                _counts(k),
+                f"{o.seconds:.2f}" + (" (cached)" if o.cached else ""),
+            )
+    return table
+
+
+def _registers(kernel: KernelReport) -> str:
+    roles = kernel.registers_by_role
+    return ", ".join(f"{role} {n}" for role, n in roles.items()) if roles else str(kernel.registers)
+
+
+def _counts(kernel: KernelReport) -> str:
+    """The counts that are not 0. Those that differ have been refused, unless somebody asked for them."""
+    if kernel.sass is None:
+        return "not read"
+    parts = []
+    for name, want in kernel.expected.items():
+        has = kernel.sass[name]
+        if has or want:
+            parts.append(f"{name} {has}" if has == want else f"{name} {has} ≠ {want}")
+    return ", ".join(parts)

@@ -1,0 +1,215 @@
+"""fagen check: is it right? Against float64, on the GPU or in the simulator."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..errors import InputError
+from . import common
+
+if TYPE_CHECKING:
+    from ..check import CaseResult, GpuRun, Item
+    from ..compile import Built
+    from ..oracle import CheckProblem
+
+
+@click.command()
+@click.argument("schedules", nargs=-1, required=True, metavar="SCHEDULE...")
+@common.device_option("the GPU, or the simulator on the CPU")
+@click.option("--shape", "shapes", multiple=True, metavar="B,HQ,HKV,SQ,SK", help="Check this size instead of the grid; repeatable.")
+@common.causal_option
+@common.set_option
+@common.variants_option
+@common.from_option
+@click.option("--evidence", metavar="FILE", help="Write the results there, as evidence of this code (a JSON beside the .cu).")
+@click.option("--repeat", type=click.IntRange(1), default=1, help="Run every case so often; all runs must give the same bits.")
+@click.option(
+    "--jitter",
+    type=click.IntRange(2),
+    metavar="N",
+    help="N runs of a debug build, other delays in each; all must give the same bits.",
+)
+@click.option("--seed", type=click.IntRange(0), help="Of the random inputs. Default: a fresh one, which is told.")
+@click.option("--timeout", type=click.FloatRange(0.1), default=20.0, show_default=True, help="Seconds a launch may take.")
+@common.json_option
+def command(
+    schedules: tuple[str, ...],
+    device: str | None,
+    shapes: tuple[str, ...],
+    causal: bool,
+    settings: tuple[str, ...],
+    variants: bool,
+    folder: str | None,
+    evidence: str | None,
+    repeat: int,
+    jitter: int | None,
+    seed: int | None,
+    timeout: float,
+    as_json: bool,
+) -> int:
+    """Run each SCHEDULE on random inputs and compare out and lse with float64. Exit 1 if a case fails.
+
+    Without --shape on the grid of shapes where kernels go wrong: tile edges, lengths 0 and 1, more queries than keys, grouped heads,
+    strides, several tiles a CTA. A kernel on the GPU that hangs is killed after --timeout; it and a wrong one leave a bundle for
+    `fagen repro`.
+    """
+    from ..check import parse_shape
+
+    items = common.select(schedules, settings, causal, variants)
+    problems = [parse_shape(s) for s in shapes]
+    where = common.choose_device(device)
+    _refuse_clashes(where, items, folder, evidence, jitter, bool(shapes))
+    seed = secrets.randbelow(1 << 31) if seed is None else seed
+    kernels = [_item(i, problems, jitter is not None) for i in items]
+    if where == "gpu":
+        builts = _builts(items, jitter is not None, folder)
+        run = _on_gpu(kernels, builts, seed, jitter or repeat, jitter is not None, timeout)
+        results: Sequence[CaseResult] = run.results
+        about: dict[str, Any] = {"gpu": run.gpu, "driver": run.driver, "bundles": {k: str(v) for k, v in run.bundles.items()}}
+        if evidence:
+            _keep(evidence, items, builts, run, jitter)
+    else:
+        results, about = _on_cpu(items, kernels, seed, repeat), {}
+    failed = [r for r in results if not r.verdict.passed]
+    if as_json:
+        cases = [{"kernel": r.item, **r.to_dict()} for r in results]
+        counts = {"passed": len(results) - len(failed), "failed": len(failed)}
+        common.write_json({"device": where, "seed": seed, **about, **counts, "cases": cases})
+    else:
+        _print(items, results, failed, f"{about.get('gpu') or 'simulator'}, seed {seed}")
+        for name, path in about.get("bundles", {}).items():
+            common.note(f"{name}: repro bundle {path}")
+    return int(bool(failed))
+
+
+def _refuse_clashes(
+    where: str, items: list[common.Selected], folder: str | None, evidence: str | None, jitter: int | None, shapes: bool
+) -> None:
+    if where == "cpu":
+        for option, value in (("--from", folder), ("--evidence", evidence), ("--jitter", jitter)):
+            if value is not None:
+                raise InputError(option, "speaks of compiled kernels on a GPU; the simulator runs the plan itself")
+    if evidence:
+        if len({i.stem for i in items}) > 1:
+            raise InputError(
+                "--evidence", f"one file holds one schedule's: {', '.join(sorted({i.stem for i in items}))} were given"
+            )
+        if shapes:
+            raise InputError("--evidence", "needs the whole grid; leave --shape away")
+        other = next((i for i in items if not i.own_schedule), None)
+        if other:
+            raise InputError("--evidence", f"belongs to the schedule as its file says it; {other.name} was changed by --set")
+
+
+def _item(item: common.Selected, problems: list[CheckProblem], jitter: bool) -> Item:
+    from ..check import Item, jitter_problems
+    from ..oracle import check_problems
+
+    if not problems:
+        with common.refusing(item):
+            chosen = jitter_problems(item.attention, item.schedule) if jitter else check_problems(item.attention, item.schedule)
+    return Item(common.built_name(item, jitter), item.attention, item.schedule, tuple(problems or chosen))
+
+
+def _builts(items: list[common.Selected], debug: bool, folder: str | None) -> list[Built]:
+    with common.Progress("loading" if folder else "compiling", len(items)) as progress:
+        builts = []
+        for item in items:
+            builts.append(common.built(item, debug=debug, folder=folder))
+            progress.step(item.name)
+    return builts
+
+
+def _on_gpu(kernels: list[Item], builts: list[Built], seed: int, runs: int, jitter: bool, timeout: float) -> GpuRun:
+    from ..check import check_gpu
+
+    total = sum(len(k.problems) for k in kernels)
+    with common.Progress(f"checking on the GPU (seed {seed})", total) as progress:
+        return check_gpu(
+            kernels,
+            builts,
+            seed=seed,
+            repeat=runs,
+            jitter=jitter,
+            timeout=timeout,
+            on_result=lambda r: progress.step(_line(r)),
+        )
+
+
+def _on_cpu(items: list[common.Selected], kernels: list[Item], seed: int, repeat: int) -> list[CaseResult]:
+    from ..check import check_cpu
+
+    for item in items:
+        common.planned(item)
+    with common.Progress(f"simulating (seed {seed})", sum(len(k.problems) for k in kernels)) as progress:
+        return check_cpu(kernels, seed=seed, repeat=repeat, on_result=lambda r: progress.step(_line(r)))
+
+
+def _keep(path: str, items: list[common.Selected], builts: list[Built], run: GpuRun, jitter: int | None) -> None:
+    """Write evidence: the cases, or what the jitter runs showed of the same kernel's ordinary build."""
+    from .. import evidence
+    from ..emit import emit
+
+    for item, built in zip(items, builts):
+        mine = [r for r in run.results if r.item == built.source.name]
+        if jitter is None:
+            evidence.store(
+                path,
+                built.source.code_sha256,
+                [evidence.case(r.problem, r.mask, r.verdict) for r in mine],
+                gpu=run.gpu,
+                driver=run.driver,
+                compiler=built.report.compiler,
+                variant=item.variant,
+            )
+        else:
+            code = emit(common.planned(item), item.name).code_sha256
+            result = {"runs": jitter, "cases": len(mine), "passed": all(r.verdict.passed for r in mine)}
+            evidence.record(path, "jitter", result, code_sha256=code, variant=item.variant)
+    common.note(f"evidence of {len(items)} kernel{'s' if len(items) != 1 else ''} in {Path(path)}")
+
+
+# ---------------------------------------------------------------------------------------------------------------- output
+
+
+def _line(result: CaseResult) -> str:
+    return f"{result.item} {result.problem} {'ok' if result.verdict.passed else 'FAILED'}"
+
+
+def _print(items: list[common.Selected], results: Sequence[CaseResult], failed: list[CaseResult], where: str) -> None:
+    from rich.table import Table
+
+    if len(items) == 1:
+        common.write(_cases(results))
+    else:
+        table = Table("kernel", "attention", "cases", "passed", "worst ratio", "at")
+        for item in items:
+            mine = [r for r in results if r.item.removesuffix(".debug") == item.name]
+            worst = max(mine, key=lambda r: r.verdict.error_ratio)
+            passed = sum(r.verdict.passed for r in mine)
+            ratio, at = f"{worst.verdict.error_ratio:.3f}", str(worst.problem)
+            table.add_row(item.name, item.attention.label, str(len(mine)), str(passed), ratio, at)
+        common.write(table)
+        if failed:
+            common.write(_cases(failed, with_kernel=True))
+    for r in failed:
+        common.write(f"{r.item} on {r.problem}, seed {r.seed}: {r.verdict.reason}")
+    common.write(f"{len(results) - len(failed)} of {len(results)} cases passed ({where})")
+
+
+def _cases(results: Sequence[CaseResult], with_kernel: bool = False) -> Any:
+    from rich.table import Table
+
+    head = ("B,HQ,HKV,SQ,SK", "mask", "inputs", "layout", "error", "bound", "ratio", "")
+    table = Table(*(["kernel"] if with_kernel else []), *head)
+    for r in results:
+        p, v = r.problem, r.verdict
+        shape = f"{p.batch},{p.hq},{p.hkv},{p.sq},{p.sk}"
+        cells = (shape, r.mask, p.inputs, p.layout, f"{v.error:.2e}", f"{v.bound:.2e}", f"{v.error_ratio:.3f}")
+        table.add_row(*([r.item] if with_kernel else []), *cells, "passed" if v.passed else "FAILED")
+    return table
