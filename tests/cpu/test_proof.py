@@ -591,3 +591,65 @@ def test_agrees_with_brute_force() -> None:
                 assert meant.dead, f"{number}: {result}"
         assert not (meant.dead and result.ok)
     assert accepted > 40 and deadlocks > 40 and torn > 40, (accepted, deadlocks, torn)
+
+
+def can_hang(bodies: list[tuple[S.Step, ...]], threads: int) -> tuple[bool, bool]:
+    """(some interleaving hangs, some interleaving overfills a barrier) of warpgroups that only use two named barriers."""
+    start = ((0,) * len(bodies), (None,) * len(bodies), ((0, 0), (0, 0)))
+    seen, todo, hangs, overfills = {start}, [start], False, False
+    while todo:
+        pcs, waiting, bars = todo.pop()
+        following = []
+        for r, body in enumerate(bodies):
+            if pcs[r] == len(body):
+                continue
+            step = body[pcs[r]]
+            assert isinstance(step, (S.Sync, S.NArrive))
+            i = step.index.eval({})
+            generation, arrived = bars[i]
+            here: int | None = None
+            after, onward = bars, True
+            if waiting[r] is None:
+                arrived += 128
+                overfills |= arrived > threads
+                generation_after, arrived = (generation + 1, 0) if arrived >= threads else (generation, arrived)
+                after = (*bars[:i], (generation_after, arrived), *bars[i + 1 :])
+                if isinstance(step, S.Sync):
+                    here, onward = generation, False
+            elif generation == waiting[r]:
+                continue
+            next_pcs = (*pcs[:r], pcs[r] + onward, *pcs[r + 1 :])
+            following.append((next_pcs, (*waiting[:r], here, *waiting[r + 1 :]), after))
+        hangs |= not following and any(pc < len(b) for pc, b in zip(pcs, bodies))
+        for s in following:
+            if s not in seen:
+                seen.add(s)
+                todo.append(s)
+    return hangs, overfills
+
+
+def test_agrees_with_brute_force_on_named_barriers() -> None:
+    rng = random.Random(3)
+    accepted = deadlocks = 0
+    for number in range(400):
+        rounds = rng.choice([1, 2])
+        a, b = (sync(0), narrive(1)) * rounds + (sync(0),), (narrive(0),) + (sync(1), narrive(0)) * rounds
+        bodies = [list(a), list(b)]
+        for _ in range(rng.choice([0, 1, 2])):
+            body = rng.choice(bodies)
+            i = rng.randrange(len(body))
+            body[i : i + 1] = rng.choice([[], [sync(rng.randrange(2))], [narrive(rng.randrange(2))], [body[i], sync(0)]])
+            if not body:
+                body.append(sync(0))
+        if rng.random() < 0.3:
+            bodies.append([rng.choice([sync, narrive])(rng.randrange(2)) for _ in range(rng.choice([1, 2]))])
+        k = turns(*(tuple(x) for x in bodies))
+        result = prove(k, Attention(head_dim=64), TOY, ONE)
+        hangs, overfills = can_hang([r.body for r in k.roles], 256)
+        if result.ok:
+            accepted += 1
+            assert not hangs and not overfills, f"{number}: accepted, but can hang"
+        elif result.failures[0].kind == "deadlock":
+            deadlocks += 1
+            assert hangs, f"{number}: {result}"
+    assert accepted > 40 and deadlocks > 40, (accepted, deadlocks)

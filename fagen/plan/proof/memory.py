@@ -1,4 +1,4 @@
-"""The steps that move data through shared memory: what they write and read, and who can see it when."""
+"""The steps that move data through shared memory and registers: what they write and read, and who can see it when."""
 
 from __future__ import annotations
 
