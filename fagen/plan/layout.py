@@ -52,7 +52,10 @@ A64 = Layout("a64", WARP * 16 + LANE // 4, (I // 2) % 2 * 8, LANE % 4 * 2, I // 
 ROW16 = Layout("row16", LANE // 4, I * 8, as_expr(0), as_expr(0))
 ROW64 = Layout("row64", WARP * 16 + LANE // 4, I * 8, as_expr(0), as_expr(0))
 
-LAYOUTS = {x.name: x for x in (ACC16, ACC64, A16, A64, ROW16, ROW64)}
+# One value of one row, the same in all lanes of the warp.
+UNIFORM = Layout("uniform", as_expr(0), as_expr(0), as_expr(0), as_expr(0))
+
+LAYOUTS = {x.name: x for x in (ACC16, ACC64, A16, A64, ROW16, ROW64, UNIFORM)}
 
 
 def swizzle_128b(row: int, byte: int, rows: int) -> int:

@@ -72,6 +72,8 @@ class Frag:
 
     @property
     def unit_rows(self) -> int:
+        if self.layout == "uniform":
+            return 1
         return 64 if self.layout.endswith("64") else 16
 
     @property
@@ -81,6 +83,8 @@ class Frag:
     @property
     def registers(self) -> int:
         """32-bit registers a thread holds for it."""
+        if self.layout == "uniform":  # one value, the same in all lanes
+            return 1
         if self.layout.startswith("row"):
             return 2 * self.blocks
         per_thread = self.rows * self.cols // (self.unit_rows * 2)
@@ -253,6 +257,20 @@ class CpAsync(Step):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Copy(Step):
+    """Synchronous (global → registers → shared, 16 bytes at a time), by all threads of the role together: rows seq … of `src`, from
+    column `col` on, into `dst`; rows at or past `limit` are filled with 0. Visible to the other threads after a CtaSync."""
+
+    src: str
+    dst: Slot
+    seq: Expr
+    limit: Expr
+    head: Expr
+    batch: Expr
+    col: Expr | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class CpCommit(Step):
     """Close the group of cp.async issued since the last one (possibly empty: group counts stay static)."""
 
@@ -283,6 +301,63 @@ class StoreOut(Step):
     limit: Expr
     head: Expr
     batch: Expr
+    col: Expr | None = None
+    """First column; None: 0. A slice narrower than 32 columns is stored 4 bytes at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreScores(Step):
+    """Registers → a float32 workspace (batch, heads, seq, keys), row by row, 16-byte stores: rows first_row … of `src`, from column
+    `col` on; rows at or past `limit` are not written."""
+
+    src: str
+    dst: str
+    first_row: Expr
+    limit: Expr
+    head: Expr
+    batch: Expr
+    col: Expr
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreAcc(Step):
+    """Accumulators → a float32 workspace (batch, heads, rows, columns), in 16-byte stores: `src` is rows first_row …, columns col … of
+    the tile that starts at row `tile`. The workspace keeps a tile as its accumulators lie in registers, so that every thread reads
+    back (`LoadAcc`) exactly what it wrote itself, and a warp's accesses are contiguous."""
+
+    src: str
+    dst: str
+    tile: Expr
+    first_row: Expr
+    col: Expr
+    head: Expr
+    batch: Expr
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadAcc(Step):
+    """The inverse of `StoreAcc`."""
+
+    dst: str
+    src: str
+    tile: Expr
+    first_row: Expr
+    col: Expr
+    head: Expr
+    batch: Expr
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadRow(Step):
+    """A row vector of a float32 workspace (batch, heads, rows) → registers. `share`: the first of the four lanes that hold a row gets
+    the value, the others 0: a row sum as OnlineSoftmax continues it, each thread its own part."""
+
+    dst: str
+    src: str
+    first_row: Expr
+    head: Expr
+    batch: Expr
+    share: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -480,6 +555,112 @@ class Finalise(Step):
     m: str
     l: str
     lse: str
+
+
+# rows kept whole, and their pieces ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumRow(Step):
+    """dst[r] = src[r] summed over the four lanes that hold row r: from each thread's own part to the row's sum, in all of them."""
+
+    dst: str
+    src: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyRow(Step):
+    """dst[r] = src[r]."""
+
+    dst: str
+    src: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MulRow(Step):
+    """dst[r] *= src[r]."""
+
+    dst: str
+    src: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reciprocal(Step):
+    """dst[r] = 1 / src[r] (0 where src is 0)."""
+
+    dst: str
+    src: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSumExp(Step):
+    """lse[r] = m·ln 2 + ln l (−inf where l is 0), of a whole row sum l."""
+
+    lse: str
+    m: str
+    l: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPass(Step):
+    """One pass of a warp over row `row` of the float32 workspace `src`, its first `cols` columns (a multiple of 64), 16-byte accesses.
+
+    With x = s · scale_log2: "max": m = max x. "sum": l = Σ 2^(x − m). "max_sum": both at once, each lane correcting its sum when
+    its maximum moves. "normalise": dst[c] = 2^(x − m) / l, rounded to `dst`'s dtype (0 where l is 0). A row without keys has
+    m = −inf, l = 0. m and l are the same in all lanes after a pass."""
+
+    op: Literal["max", "sum", "max_sum", "normalise"]
+    src: str
+    m: str
+    l: str
+    row: Expr
+    cols: Expr
+    head: Expr
+    batch: Expr
+    scale_log2: float
+    dst: str = ""
+
+
+# merging what the warps of a split_kv tile have, through shared memory ---------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreStats(Step):
+    """m and l (whole row sums) of this instance → its row of `dst`: m of all rows, then l of all rows. An ordinary store."""
+
+    m: str
+    l: str
+    dst: Slot
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeStats(Step):
+    """Fold the statistics that all instances stored in `src` (m_w, l_w) into the running m and l:
+    m' = max(m, max m_w); alpha = 2^(m − m'); l = l·alpha + Σ l_w·2^(m_w − m'); beta = 2^(part − m'), where `part` is the instance's
+    own m_w; m = m'. Factors of a row without keys are 0."""
+
+    m: str
+    l: str
+    alpha: str
+    part: str
+    beta: str
+    src: Slot
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreFrag(Step):
+    """Accumulators of this instance → its part of `dst`, as they lie in registers, 16 bytes at a time. An ordinary store."""
+
+    src: str
+    dst: Slot
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddParts(Step):
+    """dst += the instance's columns of all instances' parts in `src`: instance w owns columns w·cols … of the tile."""
+
+    dst: str
+    src: Slot
 
 
 # ---------------------------------------------------------------------------------------------------------------- roles and kernels
