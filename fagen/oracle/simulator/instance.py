@@ -95,6 +95,9 @@ class Instance:
             self.blocked = next(self._generator)
         except StopIteration:
             self.done = True
+            if self._open or self._copies or any(self._groups):
+                kind = "products" if self._open else "copies"
+                raise SimulatedFault(f"{self.name} ends with {kind} in flight") from None
 
     def describe(self) -> str:
         step = self.at.id or self.at.kind if self.at else "its start"
@@ -166,7 +169,7 @@ class Instance:
         place = (self.value(step.batch), self.value(step.head), self.value(step.seq))
         values = self.cta.memory.tile(step.src, *place, rows=slot.data.shape[0])
         full.arrive(1, step.id, expect_bytes=slot.bytes)
-        self.cta.transfers.append(Transfer(slot, values, full, step.id))
+        self.cta.transfers.append(Transfer(slot, values, full, step.id, self.cta.index))
 
     def cp_async(self, step: st.CpAsync) -> None:
         slot = self.slot(step.dst)

@@ -103,6 +103,7 @@ class Transfer:
     values: Array
     full: MBarrier
     step: str
+    cta: int
 
     def land(self) -> None:
         self.slot.write(self.values)
