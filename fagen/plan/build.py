@@ -121,20 +121,12 @@ DEBUG_RECORD = Workspace("debug", "i32", as_expr(DEBUG_WORDS), zeroed=False)
 """Host-mapped: the first wait that runs out of time writes here what every role instance was doing (see debug.py)."""
 
 
-DEBUG_REGISTERS = {1: (56, 240), 2: (40, 232), 3: (56, 152), 4: (32, 112)}
-"""setmaxnreg of (producer, consumer) by number of consumers in a debug build: its producer has more to hold."""
-
-
 def _with_debug(kernel: KernelPlan) -> KernelPlan:
     """Room for the debug record, the seed of the delays, and (where waits can be bounded) a note of progress for each role instance."""
     if kernel.mbars:
         instances = sum(r.count for r in kernel.roles)
         notes = Smem("progress", 1, instances, "i32", 1, swizzle="none", offset=kernel.smem_bytes)
         kernel = replace(kernel, smem=(*kernel.smem, notes), smem_bytes=kernel.smem_bytes + notes.tile_bytes)
-    if any(r.registers is not None for r in kernel.roles):
-        producer, consumer = kernel.roles
-        split = DEBUG_REGISTERS[consumer.count]
-        kernel = replace(kernel, roles=tuple(replace(r, registers=n) for r, n in zip((producer, consumer), split)))
     return replace(
         kernel,
         gmem=(*kernel.gmem, Gmem("debug", "i32", (str(DEBUG_WORDS),), "workspace")),
