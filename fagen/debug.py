@@ -33,7 +33,7 @@ WAIT_LIMIT_NS = 2_000_000_000
 LONGEST_DELAY_NS = 1023  # one below a power of two
 
 SPILL_BYTES = 512
-"""What `compile.build` must allow a debug build (`allow_spill_bytes`): the largest tiles spill some 400 bytes a thread."""
+"""What `compile.build` must allow a debug build (`allow_spill_bytes`): the largest tiles spill some 350 bytes a thread."""
 
 SYNC_STEPS = (Wait, Arrive, Sync, NArrive, CtaSync, MmaWait, CpWait)
 """The steps at which an instance notes its progress, and after which it is delayed."""

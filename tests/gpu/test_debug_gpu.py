@@ -50,14 +50,16 @@ def broken(step_id: str) -> Plan:
 
 def kernel_of(plan: Plan) -> Kernel:
     source = emit(plan)
-    # A dropped barrier instruction is not what the counts expect: nothing is enforced.
-    built = build(plan, source, enforce=False, use_cache=False)
+    built = build(plan, source, allow_spill_bytes=debug.SPILL_BYTES, use_cache=False)
     return Kernel(plan, source.text, built.cubin, built.report)
 
 
-def inputs() -> tuple[np.ndarray, ...]:
+def inputs(seqlen_q: int | None = None, seqlen_k: int | None = None) -> tuple[np.ndarray, ...]:
+    """q, k, v of SHAPE, or with other lengths."""
     random = np.random.default_rng(1)
-    return tuple(random.standard_normal(SHAPE).astype(ml_dtypes.bfloat16) for _ in range(3))
+    batch, seq, heads, dim = SHAPE
+    lengths = (seqlen_q or seq, seqlen_k or seq, seqlen_k or seq)
+    return tuple(random.standard_normal((batch, n, heads, dim)).astype(ml_dtypes.bfloat16) for n in lengths)
 
 
 def run_broken(step_id: str) -> None:
@@ -113,9 +115,7 @@ def test_a_hang_ends_and_is_named(device, dropped, expected):
 )
 def test_delays_change_no_bit(device, name, changes):
     plan = fagen.plan(*fagen.load(name, head_dim=64, **changes), debug=True)
-    source = emit(plan)
-    built = build(plan, source, allow_spill_bytes=debug.SPILL_BYTES, use_cache=False)
-    kernel = Kernel(plan, source.text, built.cubin, built.report)
+    kernel = kernel_of(plan)
     call = partial(kernel, *inputs())
     out, lse = (np.array(x) for x in call())
     assert np.isfinite(out.astype(np.float32)).all() and np.isfinite(lse).all()
@@ -128,16 +128,16 @@ def test_delays_change_no_bit(device, name, changes):
 
 
 def test_delays_take_time(device):
-    """The seed reaches the kernel: with delays a run takes longer."""
+    """The seed reaches the kernel. Over 512 key blocks of a tile, delays add milliseconds to less than one."""
     plan = fagen.plan(*fagen.load("fa3", head_dim=64), debug=True)
     kernel = kernel_of(plan)
-    q, k, v = inputs()
+    q, k, v = inputs(192, 65536)
 
     def seconds(seed: int) -> float:
         kernel.seed = seed
         kernel(q, k, v)
         times = []
-        for _ in range(20):
+        for _ in range(5):
             start = time.monotonic()
             kernel(q, k, v)
             times.append(time.monotonic() - start)
