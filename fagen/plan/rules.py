@@ -93,6 +93,8 @@ def _first_layer(attention: Attention, schedule: Schedule) -> tuple[Violation, .
 def _ways_out(attention: Attention, schedule: Schedule, v: Violation, alone: bool) -> tuple[object, ...]:
     """Of the violation's nearest values, nearest first, those that make the pair legal; if it is not the only mistake, or none of them
     does, those that mend this one."""
+    if v.field == "head_dim":  # its tiles come with it where a schedule is loaded
+        return v.nearest
     legal, mending = [], []
     for value in v.nearest:
         if isinstance(value, str) and "=" in value:  # another knob, found by trying
