@@ -45,7 +45,6 @@ CHOICES: dict[str, tuple[object, ...]] = {
 """Fields that take one of a few values."""
 
 NOT_YET: dict[str, tuple[object, ...]] = {
-    "dtype": ("e4m3",),
     "mask": ("window",),
     "sink": (True,),
     "loop_order": ("kv_outer",),
@@ -58,7 +57,6 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "reference": ("stale",),
     "scale_granularity": ("tensor", "head", "block"),
     "hadamard": (True,),
-    "v_transposed": (True,),
 }
 """Values of the design that no kernel honours yet: rejected with code not-yet. The knob walk holds this list."""
 
@@ -178,10 +176,26 @@ def structure(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
         yield Violation(
             "mma-movement", "movement", f"{s.mma} takes its operands by {' or '.join(movements)}, not {s.movement}", ready
         )
+    yield from _structure_precision(attention, s)
     if s.mma == "wgmma":
         yield from _structure_wgmma(s)
     else:
         yield from _structure_mma_sync(attention, s)
+
+
+def _structure_precision(a: Attention, s: Schedule) -> Iterator[Violation]:
+    if a.dtype != "e4m3":
+        if s.v_transposed:
+            yield Violation("v-transposed", "v_transposed", f"is for e4m3; {a.dtype} V is read as it is", (False,))
+        return
+    if s.mma != "wgmma":
+        yield Violation("dtype", "dtype", f"e4m3 has no fast path on {s.mma}", ("bf16", "fp16"))
+    if s.tile_kv % 32:
+        near = tuple(sorted(range(32, MAX_TILE_KV + 1, 32), key=lambda x: abs(x - s.tile_kv))[:2])
+        yield Violation("tile-kv", "tile_kv", f"{s.tile_kv} is not a multiple of 32, the depth of one e4m3 product", near)
+    if s.roles == "uniform" and not s.v_transposed:
+        message = "uniform roles have no warps to transpose an e4m3 V in the kernel"
+        yield Violation("v-transposed", "v_transposed", message, (True,))
 
 
 def _structure_wgmma(s: Schedule) -> Iterator[Violation]:
@@ -250,7 +264,7 @@ def resources(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
         yield Violation("smem", "tile_kv", message, fitting)
     yield from _register_pool(s, t.registers_per_sm)
     parts = registers.tile_registers(attention, s)
-    have, spare = registers.compute_registers(s), registers.OVERHEAD[s.mma]
+    have, spare = registers.compute_registers(attention, s), registers.OVERHEAD[s.mma]
     if sum(parts.values()) + spare > have:
         sizes = " + ".join(f"{n} {r}" for n, r in parts.items())
         message = f"{sizes} registers and about {spare} more a thread exceed the {have} a computing thread has"
