@@ -572,12 +572,9 @@ def walk(body: Body) -> Iterator[Step]:
 
 def without_unused(body: Body) -> Body:
     """The same body without `Let`s whose variable nothing reads: roles share the steps that decode a tile, but not all need all of it."""
-    while True:
-        used = frozenset().union(*(_symbols(value) for step in walk(body) for value in step_fields(step).values()))
-        slim = _keep(body, lambda step: not (isinstance(step, Let) and step.var not in used))
-        if slim == body:
-            return body
-        body = slim
+    used = frozenset().union(*(_symbols(value) for step in walk(body) for value in step_fields(step).values()))
+    slim = _keep(body, lambda step: not (isinstance(step, Let) and step.var not in used))
+    return body if slim == body else without_unused(slim)  # what only an unused one read is now unused itself
 
 
 def _keep(body: Body, wanted: Callable[[Step], bool]) -> Body:
