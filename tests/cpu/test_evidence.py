@@ -139,3 +139,15 @@ def test_a_file_of_another_kind_is_refused_and_kept(tmp_path: Path, content: str
     with pytest.raises(InputError, match="cannot be read"):
         evidence.read(tmp_path)
     assert evidence.read(tmp_path / "nothing.json") == {}
+
+
+def test_a_case_is_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "fa3.json"
+    odd = {**BAD, "reason": 'a "quoted"  text with {braces} and \\u00001'}
+    path.write_text(json.dumps({"report": {"kernels": [{"name": "attention"}]}}))
+    evidence.store(path, "aa", [GOOD, odd], **ABOUT)
+    evidence.store(path, "bb", [GOOD], **ABOUT, variant="hd64-fp16-full")
+    assert path.read_text().count('{"shape": [1, 2, 1, 64, 65], ') == 3
+    data = read(path)
+    assert data["evidence"]["cases"] == [GOOD, odd] and data["variants"]["hd64-fp16-full"]["cases"] == [GOOD]
+    assert data["report"] == {"kernels": [{"name": "attention"}]}
