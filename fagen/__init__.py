@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
 from .attention import Attention
 from .errors import CompileError, FagenError, InputError, InternalError, LaunchError, ScheduleError, Violation
 from .library import load
 from .plan import Plan, plan
 from .schedule import Schedule
+
+if TYPE_CHECKING:
+    from .api import compile, reference, simulate
+    from .launch import Kernel
 
 __version__ = "0.1.0"
 
@@ -16,11 +25,41 @@ __all__ = [
     "FagenError",
     "InputError",
     "InternalError",
+    "Kernel",
     "LaunchError",
     "Plan",
     "Schedule",
     "ScheduleError",
     "Violation",
+    "compile",
     "load",
     "plan",
+    "reference",
+    "simulate",
 ]
+
+_LATER = {"compile": "api", "reference": "api", "simulate": "api", "Kernel": "launch"}
+"""Imported when they are first asked for: they bring the compiler, the templates and NumPy with them."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f".{_LATER[name]}", __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})
+
+
+class _Package(ModuleType):
+    """`fagen.compile` is the function. Python would put the module of that name in its place when somebody imports it."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if not (name in _LATER and isinstance(value, ModuleType)):
+            super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

@@ -196,13 +196,19 @@ def report(result: BenchResult) -> list[Any]:
     head = [f"{m.gpu}, {m.sms} SMs, driver {m.driver or 'unknown'}; clocks and power: {m.sensors}"]
     if m.power_limit_watts or m.max_sm_mhz:
         head[0] += f"; power limit {_or(m.power_limit_watts, '.0f')} W, SM clock at most {_or(m.max_sm_mhz, '.0f')} MHz"
-    head.append(", ".join(f"{name} {version}" for name, version in versions.items()))
+    compilers = sorted({row.compiler for case in result.cases for row in case.rows if row.compiler})
+    head.append(", ".join([*(f"{name} {version}" for name, version in versions.items()), *(f"kernels by {c}" for c in compilers)]))
     head.append(_ceilings(result.ceilings))
     foot = [
         f"{name}: {text}" for name, text in result.method.items() if name != "sustained" or result.ceilings.gemm_tflops_sustained
     ]
-    bad = [f"{row.function}: {row.reason}" for case in result.cases for row in case.rows if row.bad]
-    return ["\n".join(head), _table(result), "\n".join(foot), *(["not timed:\n  " + "\n  ".join(bad)] if bad else [])]
+    notes = dict.fromkeys(
+        f"{row.function} on {case.attention.label}: {row.outcome}: {row.reason}"
+        for case in result.cases
+        for row in case.rows
+        if row.reason
+    )
+    return ["\n".join(head), _table(result), "\n".join([*(["not timed:"] if notes else []), *(f"  {n}" for n in notes), *foot])]
 
 
 def _ceilings(c: Ceilings) -> str:
@@ -219,9 +225,9 @@ def _table(result: BenchResult) -> Table:
 
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("attention")
-    table.add_column("B,HQ,HKV,SQ,SK")
+    table.add_column("B,HQ,HKV,SQ,SK", no_wrap=True)
     table.add_column("function", no_wrap=True)
-    table.add_column("load")
+    table.add_column("load", no_wrap=True)
     for name in ("TFLOP/s", "interval", "ms", "vs best peer", "% gemm", "% copy", "MHz"):
         table.add_column(name, justify="right", no_wrap=True)
     for case in result.cases:
@@ -237,7 +243,7 @@ def _table(result: BenchResult) -> Table:
 def _lines(row: Row) -> list[tuple[str, ...]]:
     timings = [(load, t) for load, t in (("burst", row.burst), ("sustained", row.sustained)) if t is not None]
     if not timings:
-        return [(row.function, f"{row.outcome}: {row.reason}")]
+        return [(row.function, row.outcome)]
     return [(row.function, load, *_numbers(t)) for load, t in timings]
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import cache, nvrtc, sass
+from . import cache, debug, nvrtc, sass
 from .attention import Attention
 from .emit import Source
 from .errors import CompileError, FagenError, InputError
@@ -44,6 +44,8 @@ def build(plan: Plan, source: Source, *, allow_spill_bytes: int = 0, use_cache: 
     `allow_spill_bytes`: spills tolerated per thread (explored schedules). `enforce` False: broken promises stay in the report
     (`report.broken()`) instead of raising; for sources edited by hand. Raises CompileError; its `log` is the compiler's.
     """
+    if plan.debug:
+        allow_spill_bytes = max(allow_spill_bytes, debug.SPILL_BYTES)
     ids = frozenset(step.id for kernel in plan.kernels for role in kernel.roles for step in walk(role.body))
     compiled, code = _cached(source, ids) if use_cache else _fresh(source, ids)
     report = _report(plan, source, compiled, code)
@@ -142,8 +144,8 @@ def load_built(directory: str | Path, name: str) -> Built:
     try:
         attention, schedule = Attention.from_dict(record["attention"]), Schedule.from_dict(record["schedule"])
         report = CompileReport.from_dict(record["report"])
-        code, machine, interface, debug = (record[k] for k in ("code_sha256", "cubin_sha256", "interface_sha256", "debug"))
-        planned = plan(attention, schedule, debug=bool(debug))
+        code, machine, interface, is_debug = (record[k] for k in ("code_sha256", "cubin_sha256", "interface_sha256", "debug"))
+        planned = plan(attention, schedule, debug=bool(is_debug))
     except (KeyError, TypeError, ValueError, AttributeError, FagenError) as e:
         raise InputError(str(record_path), f"is not the record of a kernel that this version can run: {e!r}") from e
     source = Source(text=text, arch=schedule.arch, kernels=tuple(k.name for k in planned.kernels), name=name)

@@ -8,10 +8,12 @@ What a debug build has beside the normal one
                   instance that is stuck where a wait cannot be bounded (bar.sync, setmaxnreg) is named by whoever waits for it.
   delays          After each synchronisation step 0 to `LONGEST_DELAY_NS`, drawn for each warp from the seed of the launch; none with
                   seed 0. A right kernel gives bitwise the same output under every seed.
-  registers       Another split between producer and consumers, since the producer needs some for all this.
+All this costs registers, which the roles do not get: a debug build spills (`SPILL_BYTES`), so that it stays the same program with the
+same instructions for products, copies and barriers.
 
 A kernel without mbarriers (mma.sync with cp.async) has no wait that a clock could bound: its warps meet in __syncthreads() only, and
-what they wait for there is each other. It gets the delays, and no record is ever written.
+what they wait for there is each other. It gets the delays, and no record is ever written. Nor is one where every instance hangs in
+bar.sync, or is through.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ MAGIC = 0x0DEB0C
 """Word 0 of a record that was written; 0 before."""
 
 WAIT_LIMIT_NS = 2_000_000_000
-LONGEST_DELAY_NS = 1023
+LONGEST_DELAY_NS = 1023  # one below a power of two
+
+SPILL_BYTES = 512
+"""What `compile.build` must allow a debug build (`allow_spill_bytes`): the largest tiles spill some 350 bytes a thread."""
 
 SYNC_STEPS = (Wait, Arrive, Sync, NArrive, CtaSync, MmaWait, CpWait)
 """The steps at which an instance notes its progress, and after which it is delayed."""

@@ -13,14 +13,17 @@ import datetime
 import json
 import math
 import os
+import re
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from .attention import Attention
 from .errors import InputError
-from .oracle import CheckProblem, Verdict
+
+if TYPE_CHECKING:
+    from .oracle import CheckProblem, Verdict
 
 State = Literal["fresh", "stale", "failed", "none"]
 MIN_CASES = 60
@@ -120,6 +123,26 @@ def read(path: str | Path) -> dict[str, Any]:
     return _read(path)
 
 
+def to_text(record_: Mapping[str, Any]) -> str:
+    """A record as its file holds it: indented JSON, but a case a line, so that a diff shows which cases changed."""
+    lines: list[str] = []
+
+    def folded(entry: Any) -> Any:
+        if not isinstance(entry, dict) or not isinstance(entry.get("cases"), list):
+            return entry
+        first = len(lines)
+        lines.extend(json.dumps(c, allow_nan=False) for c in entry["cases"])
+        return {**entry, "cases": [f"\0{first + i}" for i in range(len(entry["cases"]))]}
+
+    plain = dict(record_)
+    if "evidence" in plain:
+        plain["evidence"] = folded(plain["evidence"])
+    if isinstance(plain.get("variants"), dict):
+        plain["variants"] = {n: folded(e) for n, e in plain["variants"].items()}
+    text = json.dumps(plain, indent=2, allow_nan=False)
+    return re.sub(r'"\\u0000(\d+)"', lambda m: lines[int(m[1])], text) + "\n"
+
+
 # ---------------------------------------------------------------------------------------------------------------- inside
 
 
@@ -151,7 +174,7 @@ def _read(path: str | Path) -> dict[str, Any]:
 
 def _write(path: str | Path, record_: Mapping[str, Any]) -> None:
     target = Path(path)
-    text = json.dumps(record_, indent=2, allow_nan=False) + "\n"
+    text = to_text(record_)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         descriptor, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)

@@ -24,6 +24,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -81,17 +82,20 @@ def serve(descriptor: int) -> None:
     order = json.loads(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with os.fdopen(descriptor, "wb") as pipe:
-        channel = Channel(pipe)
+        channel, status = Channel(pipe), 0
         try:
             module, _, function = order["task"].partition(":")
             getattr(importlib.import_module(module), function)(order["request"], channel)
             channel.send("done")
         except FagenError as e:
             channel.send("error", error=base64.b64encode(pickle.dumps(e)).decode())
-    # After a fault the context is dead, and the exit handlers of CUDA libraries may wait for it for ever.
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
+        except Exception:  # a fault of ours: the parent sees that the process ended, and its last words
+            traceback.print_exc()
+            status = 1
+        # After a fault of a kernel the context is dead, and the exit handlers of CUDA libraries may wait for it for ever.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def _end_with_parent() -> None:

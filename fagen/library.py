@@ -6,7 +6,6 @@ import contextlib
 import difflib
 import io
 import types
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,7 +48,7 @@ def load(source: str | Path, **changes: Any) -> Loaded:
     path = _path(source)
     names = _run(path)
     attention, schedule = names["attention"], names["schedule"]
-    changes = dict(_tiles(names, attention, changes)) | changes
+    changes = _tiles(path, names, attention, changes) | changes
     mine = {k: v for k, v in changes.items() if k in Attention.field_names()}
     its = {k: v for k, v in changes.items() if k in Schedule.field_names()}
     unknown = [k for k in changes if k not in mine and k not in its]
@@ -61,11 +60,14 @@ def load(source: str | Path, **changes: Any) -> Loaded:
     return Loaded(attention.replace(**mine), schedule.replace(**its))
 
 
-def _tiles(names: dict[str, Any], attention: Attention, changes: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _tiles(path: Path, names: dict[str, Any], attention: Attention, changes: dict[str, Any]) -> dict[str, Any]:
     """The tiles a schedule file gives for another head_dim."""
     head_dim = changes.get("head_dim", attention.head_dim)
-    if head_dim != attention.head_dim:
-        yield from names.get("tiles", {}).get(head_dim, {}).items()
+    tables = names.get("tiles", {}) if head_dim != attention.head_dim else {}
+    tiles = next((t for d, t in tables.items() if d == head_dim), {}) if isinstance(tables, dict) else None
+    if not isinstance(tiles, dict) or not set(tiles) <= set(Schedule.field_names()):
+        raise InputError(str(path), f"`tiles` must map a head_dim to fields of Schedule; it is {tables!r}")
+    return tiles
 
 
 def _path(source: str | Path) -> Path:
@@ -73,9 +75,13 @@ def _path(source: str | Path) -> Path:
     if isinstance(source, str) and source in builtin_names():
         return resource_dir("schedules") / f"{source}.py"
     path = Path(source)
-    if path.is_dir():
+    try:
+        is_folder, is_file = path.is_dir(), path.is_file()
+    except OSError as e:  # such as a name that is too long
+        raise InputError(text, f"no such schedule file or name; {e.strerror}") from e
+    if is_folder:
         raise InputError(text, "is a folder, not a schedule file")
-    if not path.is_file():
+    if not is_file:
         near = difflib.get_close_matches(text, builtin_names())
         hint = f"did you mean {' or '.join(near)}?" if near else f"built-in schedules: {', '.join(builtin_names())}"
         raise InputError(text, f"no such schedule file or name; {hint}")
@@ -101,7 +107,7 @@ def _run(path: Path) -> dict[str, Any]:
             exec(code, names)
     except FagenError as e:
         raise InputError(str(path), str(e)) from e
-    except Exception as e:  # the file is the user's: whatever it raises is theirs to see, in one line
+    except (Exception, SystemExit) as e:  # the file is the user's: whatever it raises is theirs to see, in one line
         line = e.__traceback__.tb_next.tb_lineno if e.__traceback__ and e.__traceback__.tb_next else "?"
         raise InputError(str(path), f"line {line}: {type(e).__name__}: {e}") from e
     for name, kind in (("attention", Attention), ("schedule", Schedule)):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
-from collections.abc import Iterator
+import signal
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,25 +30,37 @@ _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 def pool(cases: int) -> Iterator[Executor]:
     """An executor for `cases` judgements. Leaving it early (an error, Ctrl-C) drops what has not begun."""
     workers = min(os.cpu_count() or 1, cases)
-    executor: Executor
-    if cases < FEW or workers < 2:
-        executor = ThreadPoolExecutor(1)
-    else:
-        before = {n: os.environ.get(n) for n in _ONE_THREAD}
-        os.environ.update(dict.fromkeys(_ONE_THREAD, "1"))  # read when the new interpreters import NumPy
+    few = cases < FEW or workers < 2
+    # Workers start one by one as work comes, and read these when they import NumPy.
+    with _environment({} if few else dict.fromkeys(_ONE_THREAD, "1")):
+        executor = (
+            ThreadPoolExecutor(1)
+            if few
+            else ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_leave_interrupts)
+        )
         try:
-            executor = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
-            executor.submit(os.getpid)  # starts them now where the executor starts all at once
+            yield executor
         finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+            executor.shutdown(wait=True, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = {n: os.environ.get(n) for n in values}
+    os.environ.update(values)
     try:
-        yield executor
+        yield
     finally:
-        executor.shutdown(wait=True, cancel_futures=True)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def _leave_interrupts() -> None:
+    """Ctrl-C reaches every process of the terminal; the parent alone answers it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def save_outputs(path: Path, out: np.ndarray, lse: np.ndarray, rows: np.ndarray) -> None:

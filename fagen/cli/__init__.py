@@ -71,13 +71,17 @@ def _version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
         ctx.exit()
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=_Commands, invoke_without_command=True, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version.")
-def cli() -> None:
+@click.pass_context
+def cli(ctx: click.Context) -> None:
     """A code-generating kernel compiler for attention.
 
     SCHEDULE is the name of a built-in schedule (see `fagen ls`) or the path of a Python file that defines `attention` and `schedule`.
     """
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help(), err=True)
+        ctx.exit(2)
 
 
 def main() -> None:
@@ -92,7 +96,7 @@ def run(arguments: Sequence[str]) -> int:
         result = cli.main(list(arguments), prog_name="fagen", standalone_mode=False)
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
-    except BrokenPipeError:
+    except (BrokenPipeError, SystemExit):  # click turns a broken pipe into an exit, and nothing else
         # Python flushes stdout once more when it ends: give it somewhere to go.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE

@@ -13,9 +13,13 @@ if TYPE_CHECKING:
     from ..cache import Cache, Entry
 
 
-@click.group()
-def command() -> None:
+@click.group(invoke_without_command=True)
+@click.pass_context
+def command(ctx: click.Context) -> None:
     """The cache of compiled kernels (FAGEN_CACHE_DIR, else ~/.cache/fagen; at most FAGEN_CACHE_MAX_BYTES)."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help(), err=True)
+        ctx.exit(2)
 
 
 @command.command("ls")

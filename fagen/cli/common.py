@@ -32,13 +32,7 @@ Decorator = Callable[[F], F]
 WIDTH = 150
 """Of tables that do not go to a terminal."""
 
-VARIANTS = tuple(
-    {"head_dim": head_dim, "dtype": dtype, "mask": mask}
-    for head_dim in (64, 128, 256)
-    for dtype in ("bf16", "fp16")
-    for mask in ("full", "causal")
-)
-"""The attentions that every 16-bit schedule is built and checked for."""
+HEAD_DIMS, HALF_TYPES, MASKS = (64, 128, 256), ("bf16", "fp16"), ("full", "causal")
 
 
 class Refused(FagenError):
@@ -101,7 +95,7 @@ def parse_value(text: str) -> Any:
 
 
 def select(sources: Sequence[str], settings: Sequence[str] = (), causal: bool = False, variants: bool = False) -> list[Selected]:
-    """The kernels that a command line asks for. With `variants`, all of `VARIANTS` of every schedule that the settings leave open.
+    """The kernels that a command line asks for. With `variants`, all of `variants_of` every schedule that the settings leave open.
 
     Says on stderr which tiles a changed head_dim took from the file. Raises InputError naming the file, the knob or the clash.
     """
@@ -109,7 +103,7 @@ def select(sources: Sequence[str], settings: Sequence[str] = (), causal: bool = 
     chosen: list[Selected] = []
     for source in sources:
         own = load(source)
-        for variant in VARIANTS if variants else ({},):
+        for variant in variants_of(own.attention) if variants else [{}]:
             wanted = {**variant, **changes}
             item = _select(source, own.attention, wanted)
             if variants and item in chosen:
@@ -122,6 +116,13 @@ def select(sources: Sequence[str], settings: Sequence[str] = (), causal: bool = 
     if clash:
         raise InputError(clash, "two of the schedules given would write files of this name")
     return chosen
+
+
+def variants_of(own: Attention) -> list[dict[str, Any]]:
+    """The attentions that a schedule is built and checked for: every head_dim and mask, in both 16-bit types, or in e4m3 if it is for
+    that."""
+    dtypes = HALF_TYPES if own.dtype in HALF_TYPES else (own.dtype,)
+    return [{"head_dim": d, "dtype": t, "mask": m} for d in HEAD_DIMS for t in dtypes for m in MASKS]
 
 
 def _select(source: str, own: Attention, changes: dict[str, Any]) -> Selected:
@@ -155,7 +156,7 @@ def refusing(item: Selected) -> Iterator[None]:
         yield
     except ScheduleError as e:
         lines = "\n".join(f"  {v}" for v in e.violations)
-        raise Refused(f"{item.name} ({item.attention.label}) is not legal:\n{lines}") from e
+        raise Refused(f"{item.stem} ({item.attention.label}) is not legal:\n{lines}") from e
 
 
 def built_name(item: Selected, debug: bool = False) -> str:
@@ -193,7 +194,7 @@ from_option = click.option(
     "--from", "folder", metavar="DIR", help="Take kernels that `fagen build` wrote there; needs no compiler."
 )
 variants_option = click.option(
-    "--variants", is_flag=True, help=f"All {len(VARIANTS)} of head_dim 64, 128, 256; bf16, fp16; full, causal."
+    "--variants", is_flag=True, help="Every head_dim (64, 128, 256), type (bf16, fp16) and mask (full, causal) of the schedule."
 )
 
 

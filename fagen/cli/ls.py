@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .. import evidence
+from ..errors import ScheduleError
 from ..library import builtin_names, load, resource_dir
 from . import common
 
@@ -26,7 +27,7 @@ def command(generated: str | None, as_json: bool) -> int:
     """List the built-in schedules, with what a GPU has shown of exactly today's code.
 
     fresh: at least 60 cases passed on this code. stale: the code has changed since. failed: a case or check did not pass. none: nothing
-    is known. FAGEN_REQUIRE_EVIDENCE=1 makes everything but fresh, of any variant, exit 1.
+    is known. illegal: the rules refuse it. FAGEN_REQUIRE_EVIDENCE=1 makes everything but fresh, of any variant, exit 1.
     """
     folder = Path(generated) if generated else default_generated()
     rows = [survey(name, folder) for name in builtin_names()]
@@ -54,12 +55,16 @@ def survey(name: str, folder: Path) -> dict[str, Any]:
 
     own = load(name)
     record = evidence.read(folder / f"{name}.json")
-    states = {}
+    states: dict[str, str] = {}
     for item in common.select([name], variants=True):
-        with common.refusing(item):
+        label = evidence.variant_id(item.attention)
+        try:
             plan = assemble(item.attention, item.schedule)  # unproven: its text is the same, and only its hash is wanted
+        except ScheduleError:
+            states[label] = "illegal"
+            continue
         code = emit(plan, item.name).code_sha256
-        states[evidence.variant_id(item.attention)] = evidence.state(record, code, item.variant, min_cases=evidence.MIN_CASES)
+        states[label] = evidence.state(record, code, item.variant, min_cases=evidence.MIN_CASES)
     mine = evidence.variant_id(own.attention)
     about = record.get("evidence") or {}
     return {
@@ -89,7 +94,7 @@ def _table(rows: list[dict[str, Any]]) -> Table:
     table = Table("schedule", "attention", "target", "tiles (q × kv)", "plan", "evidence", "variants", "measured on")
     for r in rows:
         count = Counter(r["variants"].values())
-        variants = ", ".join(f"{count[s]} {s}" for s in ("fresh", "stale", "failed", "none") if count[s])
+        variants = ", ".join(f"{count[s]} {s}" for s in ("fresh", "stale", "failed", "none", "illegal") if count[s])
         on = f"{r['gpu']}, {r['date']}" if r["gpu"] else ""
         table.add_row(
             r["name"], r["attention"], r["arch"], f"{r['tile_q']} × {r['tile_kv']}", r["plan"], r["evidence"], variants, on

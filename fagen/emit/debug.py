@@ -48,6 +48,8 @@ class BoundedWait(st.Wait):
     role: int
     instance: Expr
     step: int
+    one_thread: bool
+    """Lane 0 waits alone (else all lanes of a warp)."""
     tile: Expr
     key_block: Expr
 
@@ -71,7 +73,8 @@ class _Instrument:
     number: dict[str, int]
 
     def role(self) -> st.Body:
-        body = tuple(self._body(self.kernel.roles[self.at].body, frozenset()))
+        role = self.kernel.roles[self.at]
+        body = tuple(self._body(role.body, frozenset(), role.elect))
         return (StartDelays(), *body, *self._progress("through", len(self.number)))
 
     @property
@@ -79,25 +82,26 @@ class _Instrument:
         role = self.kernel.roles[self.at]
         return as_expr(0) if role.elect or role.count == 1 else sym("w")
 
-    def _body(self, body: st.Body, known: frozenset[str]) -> Iterator[st.Step]:
+    def _body(self, body: st.Body, known: frozenset[str], one_thread: bool) -> Iterator[st.Step]:
         """`known`: the variables in scope. A block's own are known in the steps after them, and in nested blocks."""
         for step in body:
             if isinstance(step, (st.Let, st.Var, st.GetTile)):
                 known |= {step.var}
             inside = known | {step.var} if isinstance(step, st.Loop) else known
-            inner: dict[str, Any] = {name: tuple(self._body(b, inside)) for name, b in st.bodies(step)}
+            one = one_thread or isinstance(step, st.Elected)
+            inner: dict[str, Any] = {name: tuple(self._body(b, inside, one)) for name, b in st.bodies(step)}
             if not isinstance(step, debug.SYNC_STEPS):
                 yield replace(step, **inner) if inner else step
                 continue
             yield from self._progress(step.id, self.number[step.id])
-            yield self._bounded(step, known) if isinstance(step, st.Wait) else step
+            yield self._bounded(step, known, one_thread) if isinstance(step, st.Wait) else step
             yield Delay()
 
     def _progress(self, title: str, step: int) -> Iterator[Progress]:
         if self.kernel.mbars:
             yield Progress(name=title, word=self._instance + self.first_word, value=1 + step)
 
-    def _bounded(self, step: st.Wait, known: frozenset[str]) -> BoundedWait:
+    def _bounded(self, step: st.Wait, known: frozenset[str], one_thread: bool) -> BoundedWait:
         tile = next((sym(v) for v in ("tile", "m") if v in known), NONE)
         return BoundedWait(
             **{f.name: getattr(step, f.name) for f in fields(step)},
@@ -105,6 +109,7 @@ class _Instrument:
             role=self.at,
             instance=self._instance,
             step=self.number[step.id],
+            one_thread=one_thread,
             tile=tile,
             key_block=sym("j") if "j" in known else NONE,
         )
@@ -145,6 +150,7 @@ def _wait(s: BoundedWait, x: Scope) -> tuple[str, View]:
         "thread": "(int)threadIdx.x",
     }
     return "debug/wait", {
+        "lanes": "1" if s.one_thread else "~0u",
         "bar": x.bar_address(s.bar, s.cursor),
         "phase": f"{s.cursor}.phase",
         "instances": len(debug.instances_of(x.kernel)),

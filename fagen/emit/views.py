@@ -9,13 +9,13 @@ from ..errors import InternalError
 from ..plan import matrix
 from ..plan import steps as st
 from ..plan.expr import Expr, as_expr, sym
-from ..plan.kernel import KernelPlan
+from ..plan.kernel import DESCALES, KernelPlan
 from ..plan.layout import ACC64, LAYOUTS
 from . import debug
 from .templates import Helpers, View, path
 
 PACK = {"bf16": ("pack_bf16", "bf16x2"), "fp16": ("pack_f16", "f16x2")}
-PTX_TYPE = {"bf16": "bf16", "fp16": "f16"}
+PTX_TYPE = {"bf16": "bf16", "fp16": "f16", "e4m3": "e4m3"}
 
 
 class Scope:
@@ -100,7 +100,7 @@ def _if(s: st.If, x: Scope) -> tuple[str, View]:
 def _tma_load(s: st.TmaLoad, x: Scope) -> tuple[str, View]:
     assert s.dst.cursor is not None
     x.helpers.need(f"ptx/createpolicy_{s.hint}")
-    return "tma_load", {
+    values = {
         "bar": x.bar_address(s.full, s.dst.cursor),
         "bytes": x.kernel.mbar_of(s.full).tx_bytes,
         "dst": x.slot_address(s.dst),
@@ -110,6 +110,12 @@ def _tma_load(s: st.TmaLoad, x: Scope) -> tuple[str, View]:
         "batch": x.c(s.batch),
         "policy": s.hint,
     }
+    if not s.transposed:
+        return "tma_load", values
+    tile = x.kernel.smem_of(s.dst.smem)
+    keys, bytes_ = tile.chunk_bytes, tile.rows * tile.chunk_bytes  # 8-bit values
+    chunks = [{"dst": f"{values['dst']} + {i * bytes_}", "seq": x.c(s.seq + i * keys)} for i in range(tile.chunks)]
+    return "tma_load_transposed", values | {"chunks": chunks}
 
 
 def _global(tensor: str, s: Any, x: Scope, first: Expr | None) -> str:
@@ -138,6 +144,38 @@ def _load_frag(s: st.LoadFrag, x: Scope) -> tuple[str, View]:
     assert s.src.row is not None
     at = matrix.ldmatrix_a(tile)
     return "load_frag", {"dst": s.dst, "src": x.slot_address(s.src), "row": x.c(s.src.row), "at": at.c()}
+
+
+def _transpose_v(s: st.TransposeV, x: Scope) -> tuple[str, View]:
+    """Strips of 16 columns; ldmatrix of 32 keys at a time, in batches that fit the few registers the warp has."""
+    raw, turned = x.kernel.smem_of(s.src.smem), x.kernel.smem_of(s.dst.smem)
+    lane = sym("lane")
+    unit = sym("strip") % (raw.chunk_bytes // 16)
+    place = unit ^ (lane % 8 if raw.chunk_bytes == 128 else lane // 2 % 4)
+    source = sym("strip") // (raw.chunk_bytes // 16) * (raw.rows * raw.chunk_bytes) + lane * raw.chunk_bytes + place * 16
+    most = 1 if (x.role.registers or 0) <= 32 else 4  # four registers each, beside a score of addresses
+    batch = max(n for n in range(1, most + 1) if turned.cols // 32 % n == 0)
+    return "transpose_v", {
+        "src": x.slot_address(s.src),
+        "dst": x.slot_address(s.dst),
+        "first": "w",
+        "strips": turned.rows // 16,
+        "warps": x.role.count,
+        "batches": turned.cols // 32 // batch,
+        "batch": batch,
+        "source": source.c(),
+        "keys_bytes": 32 * raw.chunk_bytes,
+        "chunk": turned.rows * turned.chunk_bytes,
+    }
+
+
+def _load_scales(s: st.LoadScales, x: Scope) -> tuple[str, View]:
+    def descale(name: str) -> str:
+        at = x.c(s.batch * sym(f"{name}_sb") + s.head * sym(f"{name}_sh"))
+        return f"descale(p.{name}, {at}, p.{name}_value)"
+
+    q, k, v = (descale(n) for n in DESCALES)
+    return "load_scales", {"scores": s.scores, "out": s.out, "q": q, "k": k, "v": v}
 
 
 def _store_out(s: st.StoreOut, x: Scope) -> tuple[str, View]:
@@ -214,7 +252,7 @@ def _mma_wgmma(s: st.Mma, x: Scope) -> tuple[str, View]:
     d, tile = x.frag(s.d), x.kernel.smem_of(s.b.smem)
     depth = matrix.k_depth(tile.dtype)
     b = matrix.wgmma_operand(tile, s.trans_b)
-    k_steps = (tile.rows if s.trans_b else tile.cols) // depth
+    k_steps = (x.frag(s.a) if isinstance(s.a, str) else x.kernel.smem_of(s.a.smem)).cols // depth
     if isinstance(s.a, str):
         a, a_param, a_at_k = s.a, f"const u32 (&a)[{x.frag(s.a).registers}]", "a[4 * k], a[4 * k + 1], a[4 * k + 2], a[4 * k + 3]"
     else:
@@ -242,13 +280,13 @@ def _mma_wgmma(s: st.Mma, x: Scope) -> tuple[str, View]:
 def _wgmma_instruction(name: str, n: int, k: int, ab: str, s: st.Mma) -> View:
     """Operand numbers of one wgmma: accumulators first, then A (a descriptor, or four registers), B's descriptor, the predicate."""
     regs = n // 2
-    trans = int(s.trans_b)
+    trans = f", {int(s.trans_b)}" if ab != "e4m3" else ""  # 8-bit operands have no transposition
     if isinstance(s.a, str):
-        width, params, tail = 4, "u32 a0, u32 a1, u32 a2, u32 a3", f", {trans}"
+        width, params, tail = 4, "u32 a0, u32 a1, u32 a2, u32 a3", trans
         operand = "{" + ", ".join(f"%{regs + i}" for i in range(4)) + "}"
         inputs = ", ".join(f'"r"(a{i})' for i in range(4))
     else:
-        width, params, tail, operand, inputs = 1, "u64 a", f", 0, {trans}", f"%{regs}", '"l"(a)'
+        width, params, tail, operand, inputs = 1, "u64 a", trans and f", 0{trans}", f"%{regs}", '"l"(a)'
     return {
         "name": name,
         "n": n,
@@ -313,12 +351,17 @@ def _mask(s: st.Mask, x: Scope) -> tuple[str, View]:
 
 
 def _online_softmax(s: st.OnlineSoftmax, x: Scope) -> tuple[str, View]:
+    values = {"scale": s.scale or "SCALE_LOG2", "shift": f"    reference[r] -= {s.offset}.f;\n" if s.offset else ""}
     if s.first:
-        return "first_softmax", {"parts": x.zipped(s=s.s, m=s.m, l=s.l)}
-    return "online_softmax", {"parts": x.zipped(s=s.s, m=s.m, l=s.l, alpha=s.alpha)}
+        return "first_softmax", values | {"parts": x.zipped(s=s.s, m=s.m, l=s.l)}
+    return "online_softmax", values | {"parts": x.zipped(s=s.s, m=s.m, l=s.l, alpha=s.alpha)}
 
 
 def _pack(s: st.Pack, x: Scope) -> tuple[str, View]:
+    p = x.frag(s.p)
+    if p.dtype == "e4m3":
+        x.helpers.need("ptx/cvt_pack_e4m3")
+        return ("pack_e4m3" if p.layout == "a64_e4m3perm" else "pack_e4m3_exchanged"), {"parts": x.zipped(p=s.p, s=s.s)}
     return "pack", {"parts": x.zipped(p=s.p, s=s.s), "pack": _pack_function(x.frag(s.p).dtype, x)}
 
 
@@ -327,7 +370,11 @@ def _rescale(s: st.Rescale, x: Scope) -> tuple[str, View]:
 
 
 def _finalise(s: st.Finalise, x: Scope) -> tuple[str, View]:
-    return "finalise", {"parts": x.zipped(o=s.o, m=s.m, l=s.l, lse=s.lse)}
+    return "finalise", {
+        "parts": x.zipped(o=s.o, m=s.m, l=s.l, lse=s.lse),
+        "scale": s.scale or "1.f",
+        "log_sum": f"(m[r] - {s.offset}.f)" if s.offset else "m[r]",
+    }
 
 
 _VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {
@@ -344,6 +391,8 @@ _VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {
     st.CpCommit: lambda s, x: ("cp_commit", {}),
     st.CpWait: lambda s, x: ("cp_wait", {"pending": s.pending}),
     st.LoadFrag: _load_frag,
+    st.TransposeV: _transpose_v,
+    st.LoadScales: _load_scales,
     st.StoreOut: _store_out,
     st.StoreRow: _store_row,
     st.ClaimTile: _claim,

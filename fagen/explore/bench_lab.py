@@ -161,7 +161,7 @@ class Lab:
         torch, p, a = self._torch, case.problem, case.attention
         kernel = self._kernels[ref.directory, ref.file]
         ids = kernel.plan.schedule.id, kernel.plan.id, kernel.report.compiler
-        row = Row(ref.label, "schedule", *ids, "failed", "", None, None, None)
+        row = Row(ref.label, "schedule", None, *ids, "failed", "", None, None, None)
         self._at(f"{ref.label} runs for the first time", LAUNCH_SECONDS, ref.label)
         try:
             out = torch.full((p.batch, p.sq, p.hq, a.dv), float("nan"), dtype=self._dtype(a.output_dtype), device=q.device)
@@ -174,12 +174,13 @@ class Lab:
         return self._judged(row, lambda: kernel(q, k, v, out=out, lse=lse), out, lse, want)
 
     def _peer(self, case: CaseSpec, name: str, q: Any, k: Any, v: Any, want: verify.Expected) -> Candidate:
-        row = Row(name, "peer", None, None, None, "absent", "", None, None, None)
-        self._at(f"{name} runs for the first time", PREPARE_SECONDS, name)
+        title = peers.PEERS[name].title
+        row = Row(title, "peer", name, None, None, None, "absent", "", None, None, None)
+        self._at(f"{title} runs for the first time", PREPARE_SECONDS, title)
         try:
             call, out = peers.prepare(name, self._torch, case.attention, q, k, v)
         except peers.PeerAbsent as e:
-            self._check_alive(name, e)
+            self._check_alive(title, e)
             return Candidate(replace(row, reason=str(e)), None)
         return self._judged(row, call, out, None, want)
 

@@ -146,7 +146,10 @@ class Row(Record):
     "wrong": its output differs from the reference, so it was not timed; "failed": it raised."""
 
     function: str
+    """Its name in tables."""
     kind: str
+    peer: str | None
+    """The peer's name on the command line; None for schedules."""
     schedule_id: str | None
     plan_id: str | None
     compiler: str | None

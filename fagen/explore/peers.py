@@ -26,7 +26,9 @@ class PeerAbsent(Exception):
 @dataclass(frozen=True)
 class Peer:
     name: str
-    description: str
+    """On the command line."""
+    title: str
+    """In tables; no schedule's name looks like it."""
     make: Callable[[Any, Attention, Any, Any, Any], Call]
     """(torch, attention, q, k, v) → Call. q, k, v (batch, seq, heads, dim), contiguous. Raises PeerAbsent."""
     version: Callable[[Any], str | None]
@@ -135,18 +137,8 @@ def _package_version(package: str) -> str | None:
 PEERS = {
     p.name: p
     for p in (
-        Peer("cudnn", "cuDNN's attention through torch, (batch, heads, seq, dim) contiguous", _cudnn, _cudnn_version),
-        Peer(
-            "fa2",
-            "FlashAttention-2 in torch, (batch, seq, heads, dim) contiguous",
-            _fa2,
-            lambda torch: f"torch {torch.__version__}",
-        ),
-        Peer(
-            "fa3",
-            "FlashAttention-3 of the wheel fa3-fwd, (batch, seq, heads, dim) contiguous",
-            _fa3,
-            lambda torch: _package_version(FA3_PACKAGE),
-        ),
+        Peer("cudnn", "cudnn (torch)", _cudnn, _cudnn_version),
+        Peer("fa2", "fa2 (torch)", _fa2, lambda torch: f"torch {torch.__version__}"),
+        Peer("fa3", f"fa3 ({FA3_PACKAGE})", _fa3, lambda torch: _package_version(FA3_PACKAGE)),
     )
 }

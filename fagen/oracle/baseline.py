@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from ..attention import Attention
 from .blocks import problem_of, row_blocks
-from .numeric import E4M3_P_SCALE, F32, Array, cast, rounded
+from .numeric import E4M3_P_SCALE, F32, Array, cast, matmul, rounded
 
 
 def baseline(attention: Attention, q: Array, k: Array, v: Array) -> tuple[Array, F32]:
@@ -29,7 +29,7 @@ def baseline_rows(attention: Attention, q: Array, k: Array, v: Array, rows: npt.
     lse = np.full((problem.batch, problem.hq, len(index)), -np.inf, np.float32)
     with np.errstate(invalid="ignore", divide="ignore"):
         for block in row_blocks(attention, problem, q, k, v, index, np.float32):
-            s = (block.q.reshape(-1, attention.head_dim) @ block.k.T).reshape(*block.q.shape[:2], -1)
+            s = matmul(block.q.reshape(-1, attention.head_dim), block.k.T).reshape(*block.q.shape[:2], -1)
             s *= np.float32(attention.softmax_scale)
             if block.visible is not None:
                 np.copyto(s, np.float32(-np.inf), where=~block.visible)
@@ -39,7 +39,9 @@ def baseline_rows(attention: Attention, q: Array, k: Array, v: Array, rows: npt.
             p = np.exp(s, out=s)
             total = p.sum(axis=2, keepdims=True)
             p = rounded(p * p_scale, attention.dtype)
-            o = (p.reshape(-1, p.shape[2]) @ block.v).reshape(*p.shape[:2], -1) / np.where(blind, np.float32(1), total * p_scale)
+            o = matmul(p.reshape(-1, p.shape[2]), block.v).reshape(*p.shape[:2], -1) / np.where(
+                blind, np.float32(1), total * p_scale
+            )
             out[block.batch, block.rows, block.heads] = o.transpose(1, 0, 2)
             lse[block.batch, block.heads, block.rows] = np.where(blind, np.float32(-np.inf), m + np.log(total))[..., 0]
     return cast(out, attention.output_dtype), lse

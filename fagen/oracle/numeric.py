@@ -46,3 +46,25 @@ def ulp(x: npt.ArrayLike, dtype: str) -> F64:
     exponent = np.frexp(np.asarray(x, np.float64))[1] - 1  # |x| = f · 2^(exponent + 1) with f in [0.5, 1)
     exponent = np.where(np.asarray(x) == 0, least, np.maximum(exponent, least))
     return np.asarray(np.ldexp(1.0, exponent - mantissa), np.float64)
+
+
+ONE_THREAD = 1 << 18
+"""Multiplications below which OpenBLAS keeps a product on the calling thread."""
+ALL_THREADS = 1 << 28
+"""Multiplications above which waking the others surely pays."""
+
+
+def matmul(a: Array, b: Array) -> Array:
+    """a · b of two matrices; tiles in strips small enough for one thread. Waking others for a tile costs more than the tile itself,
+    and many times more on a machine whose cores are busy."""
+    (m, k), n = a.shape, b.shape[1]
+    if m * n * k >= ALL_THREADS:
+        big: Array = a @ b
+        return big
+    d = np.empty((m, n), np.result_type(a, b))
+    for row in range(0, m, 64):
+        rows = a[row : row + 64]
+        strip = max(8, ONE_THREAD // max(1, rows.size) // 8 * 8)
+        for column in range(0, n, strip):
+            np.matmul(rows, b[:, column : column + strip], out=d[row : row + 64, column : column + strip])
+    return d

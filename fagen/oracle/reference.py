@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from ..attention import Attention
 from .blocks import problem_of, row_blocks
-from .numeric import F64, Array
+from .numeric import F64, Array, matmul
 
 
 def reference(attention: Attention, q: Array, k: Array, v: Array) -> tuple[F64, F64]:
@@ -34,7 +34,7 @@ def reference_rows(attention: Attention, q: Array, k: Array, v: Array, rows: npt
     lse = np.full((problem.batch, problem.hq, len(index)), -np.inf)
     with np.errstate(invalid="ignore", divide="ignore"):
         for block in row_blocks(attention, problem, q, k, v, index, np.float64):
-            s = (block.q.reshape(-1, attention.head_dim) @ block.k.T).reshape(*block.q.shape[:2], -1)
+            s = matmul(block.q.reshape(-1, attention.head_dim), block.k.T).reshape(*block.q.shape[:2], -1)
             s *= attention.softmax_scale
             if block.visible is not None:
                 np.copyto(s, -np.inf, where=~block.visible)
@@ -43,7 +43,7 @@ def reference_rows(attention: Attention, q: Array, k: Array, v: Array, rows: npt
             s -= np.where(blind, 0.0, m)
             p = np.exp(s, out=s)
             total = p.sum(axis=2, keepdims=True)
-            o = (p.reshape(-1, p.shape[2]) @ block.v).reshape(*p.shape[:2], -1) / np.where(blind, 1.0, total)
+            o = matmul(p.reshape(-1, p.shape[2]), block.v).reshape(*p.shape[:2], -1) / np.where(blind, 1.0, total)
             out[block.batch, block.rows, block.heads] = o.transpose(1, 0, 2)
             lse[block.batch, block.heads, block.rows] = np.where(blind, -np.inf, m + np.log(total))[..., 0]
     return out, lse

@@ -11,13 +11,11 @@ from ..schedule import Schedule
 from ..target import Target, target
 from . import barriers, memory, registers, rules
 from .expr import Expr, as_expr, maximum, sym
-from .kernel import KernelPlan, Param, Plan, TensorMapRecipe, Workspace
+from .kernel import DESCALES, KernelPlan, Param, Plan, TensorMapRecipe, Workspace
 from .roles.mma_sync import MmaSync
 from .roles.wgmma import Wgmma
 from .steps import DTYPE_BYTES, Gmem, MBar, NBar, Role, Smem, number
 from .tiles import BATCH, HKV, HQ, SK, SQ, TILE_STAGES, Tiles
-
-CHUNK_BYTES = 128  # width of the 128-byte swizzle
 
 
 @lru_cache(maxsize=512)
@@ -52,13 +50,18 @@ def _wgmma(tiles: Tiles, t: Target) -> KernelPlan:
     s = tiles.schedule
     assert s.consumers is not None
     with_producer = s.roles == "producer"
-    regs = (s.registers or registers.WARPGROUP_REGISTERS[s.consumers]) if with_producer else None
+    regs = registers.role_registers(tiles.attention, s) if with_producer else None
     build = Wgmma(tiles, regs)
-    roles = (build.producer(), build.consumer()) if with_producer else (build.uniform(),)
-    rings = [("q", 1), ("k", s.stages_k), ("v", s.stages_v), *([("tile", TILE_STAGES)] if tiles.dynamic else [])]
+    turn = registers.transposes(tiles.attention, s)
+    transposer = (build.transposer(),) if turn else ()
+    roles = (build.producer(), *transposer, build.consumer()) if with_producer else (build.uniform(),)
+    rings = [("q", 1), ("k", s.stages_k), ("v", s.stages_v)]
+    rings += [("raw", s.stages_v)] if turn else []
+    rings += [("tile", TILE_STAGES)] if tiles.dynamic else []
     bars = tuple(MBar(f"{name}_{state}", stages) for name, stages in rings for state in ("full", "empty"))
     order = (NBar("order", 1, s.consumers, 256),) if s.overlap in ("pingpong", "both") else ()
-    maps = (_map(tiles, "q", "Q", SQ, HQ), _map(tiles, "k", "K", SK, HKV), _map(tiles, "v", "V", SK, HKV))
+    v_map = _map_transposed(tiles) if s.v_transposed else _map(tiles, "v", "V_raw" if turn else "V", SK, HKV)
+    maps = (_map(tiles, "q", "Q", SQ, HQ), _map(tiles, "k", "K", SK, HKV), v_map)
     return _kernel(tiles, roles, bars, order, maps)
 
 
@@ -76,19 +79,21 @@ def _kernel(
     ring = (memory.tile_ring(),) if tiles.dynamic else ()
     smem, placed, total = memory.memory_map((*memory.tiles_of(a, s), *ring), bars)
     dims = ("batch", "seq", "heads", "head_dim")
-    inputs = tuple(Gmem(n, a.dtype, dims, "in") for n in ("q", "k", "v"))
+    v_dims = ("batch", "heads", "head_dim", "seq") if s.v_transposed else dims
+    inputs = tuple(Gmem(n, a.dtype, v_dims if n == "v" else dims, "in") for n in ("q", "k", "v"))
     outputs = (Gmem("out", a.output_dtype, dims, "out"), Gmem("lse", "fp32", ("batch", "heads", "seq"), "out"))
     counter = (Gmem("counter", "i32", ("2",), "workspace"),) if tiles.dynamic else ()
-    by_pointer = (*(() if maps else inputs), *outputs, *counter)
+    scales = tuple(Gmem(n, "fp32", ("batch", "kv_heads"), "in") for n in DESCALES) if a.dtype == "e4m3" else ()
+    by_pointer = (*(() if maps else inputs), *outputs, *scales, *counter)
     strided = [g.name for g in by_pointer if g.dims == dims]
     strides = tuple(Param(f"{n}_{x}", "i64", sym(f"{n}_{x}")) for n in strided for x in ("sb", "ss", "sh"))
     return KernelPlan(
         name="attention",
         threads=sum(r.threads for r in roles),
         min_ctas=1,
-        gmem=(*inputs, *outputs, *counter),
+        gmem=(*inputs, *outputs, *scales, *counter),
         pointers=tuple(g.name for g in by_pointer),
-        params=(*strides, *tiles.params()),
+        params=(*strides, *(_scale_params() if scales else ()), *tiles.params()),
         maps=maps,
         smem=smem,
         mbars=barriers.derive(placed, roles, smem),
@@ -99,30 +104,40 @@ def _kernel(
     )
 
 
+def _scale_params() -> tuple[Param, ...]:
+    """A descale is a (batch, KV heads) array with two strides, or (null pointer) one number."""
+    strides = tuple(Param(f"{n}_{x}", "i64", sym(f"{n}_{x}")) for n in DESCALES for x in ("sb", "sh"))
+    return (*strides, *(Param(f"{n}_value", "f32", sym(f"{n}_value")) for n in DESCALES))
+
+
 def _map(tiles: Tiles, tensor: str, tile: str, rows: Expr, heads: Expr) -> TensorMapRecipe:
     """Tensor map of q, k or v: one box is one tile in shared memory."""
     a = tiles.attention
     smem = next(t for t in memory.tiles_of(a, tiles.schedule) if t.name == tile)
     size = DTYPE_BYTES[a.dtype]
-    chunk, chunks = CHUNK_BYTES // size, smem.cols * size // CHUNK_BYTES
+    chunk, chunks = smem.chunk_bytes // size, smem.chunks
     at_least_one = [maximum(x, 1) for x in (rows, heads, BATCH)]  # an empty tensor is never loaded, but its map must encode
     stride = {x: sym(f"{tensor}_{x}") * size for x in ("ss", "sh", "sb")}
     return TensorMapRecipe(
         tensor,
         a.dtype,
         dims=(as_expr(chunk), at_least_one[0], as_expr(chunks), at_least_one[1], at_least_one[2]),
-        strides=(stride["ss"], as_expr(CHUNK_BYTES), stride["sh"], stride["sb"]),
+        strides=(stride["ss"], as_expr(smem.chunk_bytes), stride["sh"], stride["sb"]),
         box=(chunk, smem.rows, chunks, 1, 1),
     )
+
+
+def _map_transposed(tiles: Tiles) -> TensorMapRecipe:
+    """Tensor map of a V given as (batch, heads, head_dim, seq), 8-bit: one box is 128 keys of every column of the head."""
+    v = next(t for t in memory.tiles_of(tiles.attention, tiles.schedule) if t.name == "V")
+    dims = (maximum(SK, 1), as_expr(v.rows), as_expr(1), maximum(HKV, 1), maximum(BATCH, 1))
+    strides = (sym("v_ss"), as_expr(v.chunk_bytes), sym("v_sh"), sym("v_sb"))
+    return TensorMapRecipe("v", tiles.attention.dtype, dims, strides, (v.chunk_bytes, v.rows, 1, 1, 1))
 
 
 DEBUG_WORDS = 64
 DEBUG_RECORD = Workspace("debug", "i32", as_expr(DEBUG_WORDS), zeroed=False)
 """Host-mapped: the first wait that runs out of time writes here what every role instance was doing (see debug.py)."""
-
-
-DEBUG_REGISTERS = {1: (56, 240), 2: (40, 232), 3: (56, 152), 4: (32, 112)}
-"""setmaxnreg of (producer, consumer) by number of consumers in a debug build: its producer has more to hold."""
 
 
 def _with_debug(kernel: KernelPlan) -> KernelPlan:
@@ -131,10 +146,6 @@ def _with_debug(kernel: KernelPlan) -> KernelPlan:
         instances = sum(r.count for r in kernel.roles)
         notes = Smem("progress", 1, instances, "i32", 1, swizzle="none", offset=kernel.smem_bytes)
         kernel = replace(kernel, smem=(*kernel.smem, notes), smem_bytes=kernel.smem_bytes + notes.tile_bytes)
-    if any(r.registers is not None for r in kernel.roles):
-        producer, consumer = kernel.roles
-        split = DEBUG_REGISTERS[consumer.count]
-        kernel = replace(kernel, roles=tuple(replace(r, registers=n) for r, n in zip((producer, consumer), split)))
     return replace(
         kernel,
         gmem=(*kernel.gmem, Gmem("debug", "i32", (str(DEBUG_WORDS),), "workspace")),

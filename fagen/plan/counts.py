@@ -11,6 +11,7 @@ from ..errors import InternalError
 from .kernel import KernelPlan
 from .steps import DTYPE_BYTES, CpAsync, CtaSync, Mma, MmaWait, NArrive, Role, Slot, Step, Sync, TmaLoad, walk
 
+WARPGROUP = 128  # threads
 MAX_N = 256  # columns of one wgmma (PTX ISA 9.7.15.2)
 K_BYTES = 32  # depth of one wgmma or mma.sync in bytes of the operand: k16 in 16-bit types, k32 in 8-bit ones
 MMA_SYNC_N = 8  # mma.m16n8k16
@@ -27,11 +28,13 @@ def expected_counts(kernel: KernelPlan) -> dict[str, int]:
     total = dict.fromkeys((*names, "USETMAXREG", "LDGSTS", "STL", "LDL"), 0)
     if kernel.mbars:
         total["BAR.SYNC"] += 1
+    first = 0
     for role in kernel.roles:
-        total["USETMAXREG"] += role.registers is not None
+        total["USETMAXREG"] += role.registers is not None and first % WARPGROUP == 0  # roles that share a warpgroup ask once
         for step in walk(role.body):
             for name, n in _step(kernel, role, step).items():
                 total[name] += n
+        first += role.threads
     total["BAR"] = total["BAR.SYNC"] + total["BAR.ARV"]
     return total
 
@@ -51,7 +54,7 @@ def _step(kernel: KernelPlan, role: Role, step: Step) -> dict[str, int]:
     if isinstance(step, NArrive):
         return {"BAR.ARV": 1}
     if isinstance(step, TmaLoad):
-        return {"UTMALDG": 1}
+        return {"UTMALDG": kernel.smem_of(step.dst.smem).chunks if step.transposed else 1}
     if isinstance(step, CpAsync):
         tile = kernel.smem_of(step.dst.smem)
         return {"LDGSTS": _ceildiv(tile.tile_bytes, 16 * role.threads)}

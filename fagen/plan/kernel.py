@@ -19,6 +19,8 @@ from ..target import Target
 from .expr import Expr
 from .steps import DTYPE_BYTES, Gmem, MBar, NBar, Role, Smem
 
+DESCALES = ("q_descale", "k_descale", "v_descale")
+"""e4m3 only: what q, k and v are multiplied by, of dims (batch, kv_heads)."""
 STRIDED = ("q", "k", "v", "out")  # tensors whose strides are arguments; dims (batch, seq, heads, head_dim)
 
 
@@ -43,7 +45,8 @@ class Problem:
 
 @dataclass(frozen=True)
 class Param:
-    """A scalar member of the kernel's Params struct: "i32" or "i64", computed on the host by `value`."""
+    """A scalar member of the kernel's Params struct: "i32" or "i64", computed on the host by `value`; or "f32", whose `value` is a
+    symbol that the call brings."""
 
     name: str
     ctype: str
@@ -126,8 +129,17 @@ class Plan:
         """Names the pair everywhere: <attention id>-<schedule id>."""
         return f"{self.attention.id}-{self.schedule.id}"
 
-    def bind(self, problem: Problem, strides: Mapping[str, tuple[int, int, int]], num_sms: int, seed: int = 0) -> Launch:
-        """Evaluate everything that depends on the call. `strides[t]` for t in q, k, v, out: over batch, seq and head, in elements.
+    def bind(
+        self,
+        problem: Problem,
+        strides: Mapping[str, tuple[int, int, int]],
+        num_sms: int,
+        seed: int = 0,
+        descales: Mapping[str, tuple[int, int] | float] | None = None,
+    ) -> Launch:
+        """Evaluate everything that depends on the call. `strides[t]` for t in q, k, v, out: over batch, seq and head, in elements
+        (of a V given transposed: over batch, head_dim and head). `descales[t]` for those given: (batch, head) strides of an array,
+        whose address goes into Params, or the number itself (address null); default 1.
 
         Raises InputError where a size is outside what the kernel's 32-bit tile arithmetic or the grid can hold.
         """
@@ -139,12 +151,20 @@ class Plan:
             if not 0 <= env[name] < 1 << 30:
                 raise InputError("k" if name == "sk" else "q", f"{what} {env[name]} is outside 0 … 2^30 − 1")
         env |= {"num_sms": num_sms, "seed": seed}
+        numbers: dict[str, float] = {}
+        for name in DESCALES:
+            given = (descales or {}).get(name, 1.0)
+            sb, sh = given if isinstance(given, tuple) else (0, 0)
+            env |= {f"{name}_sb": sb, f"{name}_sh": sh}
+            numbers[f"{name}_value"] = 1.0 if isinstance(given, tuple) else float(given)
         for tensor in STRIDED:
             env |= dict(zip((f"{tensor}_sb", f"{tensor}_ss", f"{tensor}_sh"), strides[tensor]))
         launches = []
         for k in self.kernels:
             scope = dict(env)
             for p in k.params:
+                if p.ctype == "f32":
+                    continue
                 scope[p.name] = p.value.eval(scope)
                 limit = 1 << (31 if p.ctype == "i32" else 63)
                 if not -limit <= scope[p.name] < limit:
@@ -156,7 +176,8 @@ class Plan:
                 TensorMap(r.tensor, r.dtype, tuple(d.eval(scope) for d in r.dims), tuple(s.eval(scope) for s in r.strides), r.box)
                 for r in k.maps
             )
-            launches.append(KernelLaunch(k.name, grid, k.threads, k.smem_bytes, tuple(scope[p.name] for p in k.params), maps))
+            scalars = tuple(numbers[p.name] if p.ctype == "f32" else scope[p.name] for p in k.params)
+            launches.append(KernelLaunch(k.name, grid, k.threads, k.smem_bytes, scalars, maps))
         sizes = tuple((w.name, w.count.eval(env) * DTYPE_BYTES[w.dtype], w.zeroed) for w in self.workspaces)
         return Launch(problem, tuple(launches), sizes)
 
@@ -180,7 +201,7 @@ class KernelLaunch:
     grid: int
     block: int
     smem_bytes: int
-    scalars: tuple[int, ...]
+    scalars: tuple[int | float, ...]
     maps: tuple[TensorMap, ...]
 
 
@@ -194,7 +215,8 @@ class Launch:
 
 
 def scalar_env(kernel: KernelPlan, launch: KernelLaunch) -> dict[str, int]:
-    """The values of a kernel's parameters by name, as its steps' expressions see them (with n_ctas)."""
+    """The values of a kernel's integer parameters by name, as its steps' expressions see them (with n_ctas)."""
     if kernel.name != launch.name:
         raise InternalError(f"launch of {launch.name!r} does not belong to kernel {kernel.name!r}")
-    return dict(zip((p.name for p in kernel.params), launch.scalars)) | {"n_ctas": launch.grid}
+    named = zip((p.name for p in kernel.params), launch.scalars)
+    return {name: value for name, value in named if isinstance(value, int)} | {"n_ctas": launch.grid}

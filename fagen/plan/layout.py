@@ -48,23 +48,43 @@ ACC64 = Layout("acc64", WARP * 16 + LANE // 4, (I // 2) % 2 * 8, LANE % 4 * 2, I
 A16 = Layout("a16", LANE // 4, (I // 2) % 2 * 8, LANE % 4 * 2, I // 8 * 16 + (I // 4) % 2 * 8 + I % 2)
 A64 = Layout("a64", WARP * 16 + LANE // 4, (I // 2) % 2 * 8, LANE % 4 * 2, I // 8 * 16 + (I // 4) % 2 * 8 + I % 2)
 
+# 8-bit A operands, four values a register. For every 32 columns a thread holds (g, 4q..4q+3), (g+8, 4q..), (g, 4q+16..), (g+8, 4q+16..).
+A64_E4M3 = Layout("a64_e4m3", WARP * 16 + LANE // 4, (I // 4) % 2 * 8, LANE % 4 * 4, I // 16 * 32 + (I // 8) % 2 * 16 + I % 4)
+
+# The same registers filled from the accumulator without an exchange: of every 16 columns a thread has 2q, 2q+1, 2q+8, 2q+9, which the
+# tensor core takes for 4q..4q+3. The product is the same if the other operand has its keys in that order too.
+A64_E4M3PERM = Layout("a64_e4m3perm", WARP * 16 + LANE // 4, (I // 4) % 2 * 8, LANE % 4 * 2, I // 8 * 16 + (I // 2) % 2 * 8 + I % 2)
+KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
+"""Of each 16 keys, the one that stands at position 0, 1, … of the reduction under a64_e4m3perm."""
+
 # One value per row held by the thread: rows g and g + 8, the same in the four lanes of a quad.
 ROW16 = Layout("row16", LANE // 4, I * 8, as_expr(0), as_expr(0))
 ROW64 = Layout("row64", WARP * 16 + LANE // 4, I * 8, as_expr(0), as_expr(0))
 
+<<<<<<< HEAD
 # One value of one row, the same in all lanes of the warp.
 UNIFORM = Layout("uniform", as_expr(0), as_expr(0), as_expr(0), as_expr(0))
 
 LAYOUTS = {x.name: x for x in (ACC16, ACC64, A16, A64, ROW16, ROW64, UNIFORM)}
+=======
+LAYOUTS = {x.name: x for x in (ACC16, ACC64, A16, A64, A64_E4M3, A64_E4M3PERM, ROW16, ROW64)}
+
+
+def swizzle(row: int, byte: int, rows: int, width: int = 128) -> int:
+    """Byte offset of (row, byte of the row) in a tile of `rows` rows kept as chunks of `width` bytes under the swizzle of that width.
+
+    A tile of R rows and C bytes a row is ⌈C / 128⌉ chunks of [R][128 B]; inside a chunk, 16-byte unit u of row r stands at
+    u ^ (r % 8). This is what TMA writes with SWIZZLE_128B and what a WGMMA descriptor of that mode reads (PTX ISA 9.7.15.5.1);
+    eight rows of one column of units fall in eight different bank groups, so ldmatrix has no bank conflict. With width 64 the unit
+    stands at u ^ (r / 2 % 4).
+    """
+    chunk, within = divmod(byte, width)
+    unit, rest = divmod(within, 16)
+    place = unit ^ (row % 8 if width == 128 else row // 2 % 4)
+    return chunk * rows * width + row * width + place * 16 + rest
+>>>>>>> main
 
 
 def swizzle_128b(row: int, byte: int, rows: int) -> int:
-    """Byte offset of (row, byte of the row) in a tile of `rows` rows kept as 128-byte chunks under the 128-byte swizzle.
-
-    A tile of R rows and C bytes a row is C / 128 chunks of [R][128 B]; inside a chunk, 16-byte unit u of row r stands at
-    u ^ (r % 8). This is what TMA writes with SWIZZLE_128B and what a WGMMA descriptor of that mode reads (PTX ISA 9.7.15.5.1);
-    eight rows of one column of units fall in eight different bank groups, so ldmatrix has no bank conflict.
-    """
-    chunk, within = divmod(byte, 128)
-    unit, rest = divmod(within, 16)
-    return chunk * rows * 128 + row * 128 + ((unit ^ (row % 8)) * 16) + rest
+    """`swizzle` of width 128."""
+    return swizzle(row, byte, rows)

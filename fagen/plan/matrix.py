@@ -14,12 +14,15 @@ from .steps import DTYPE_BYTES, Smem
 K = sym("k")
 UNIT = 16  # bytes that one step of a descriptor's address field stands for
 CHUNK = 128
+STEP = 32  # bytes of depth of one instruction
 
 
 @dataclass(frozen=True)
 class WgmmaOperand:
     """A tile as A or B of wgmma: descriptor offsets in bytes; the address's advance at k-step `k` and per slot in 16-byte units."""
 
+    swizzle: int
+    """Width in bytes: 128 or 64."""
     leading: int
     stride: int
     at_k: Expr
@@ -35,15 +38,16 @@ def k_depth(dtype: str) -> int:
 
 def wgmma_operand(tile: Smem, trans: bool) -> WgmmaOperand:
     """`trans` False: the reduction runs along the columns (Q, and K in Q·Kᵀ: K-major). True: along the rows (V in P·V: MN-major)."""
-    chunk = tile.rows * CHUNK
+    width = tile.chunk_bytes
+    chunk = tile.rows * width
     slot = tile.tile_bytes // UNIT
     if trans:  # one k-step is 16 rows further; the leading offset goes from 64 columns to the next 64
-        return WgmmaOperand(chunk, 8 * CHUNK, K * (k_depth(tile.dtype) * CHUNK // UNIT), slot, CHUNK)
-    steps = CHUNK // (k_depth(tile.dtype) * DTYPE_BYTES[tile.dtype])  # k-steps within a chunk
-    at_k = K // steps * (chunk // UNIT) + K % steps * (CHUNK // steps // UNIT)
-    if tile.cols * DTYPE_BYTES[tile.dtype] <= CHUNK:
-        at_k = K * (CHUNK // steps // UNIT)
-    return WgmmaOperand(UNIT, 8 * CHUNK, at_k, slot, CHUNK)
+        return WgmmaOperand(width, chunk, 8 * width, K * (k_depth(tile.dtype) * width // UNIT), slot, width)
+    steps = width // STEP  # k-steps within a chunk
+    at_k = K * (STEP // UNIT)
+    if tile.chunks > 1:
+        at_k = K // steps * (chunk // UNIT) + K % steps * (STEP // UNIT)
+    return WgmmaOperand(width, UNIT, 8 * width, at_k, slot, width)
 
 
 def ldmatrix_b(tile: Smem, trans: bool) -> Expr:

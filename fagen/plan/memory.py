@@ -15,11 +15,17 @@ ALIGN = 1024
 def tiles_of(attention: Attention, schedule: Schedule) -> tuple[Smem, ...]:
     """Q and the K and V rings, without offsets."""
     a, s = attention, schedule
-    return (
-        Smem("Q", s.tile_q, a.head_dim, a.dtype, 1),
-        Smem("K", s.tile_kv, a.head_dim, a.dtype, s.stages_k),
-        Smem("V", s.tile_kv, a.dv, a.dtype, s.stages_v),
-    )
+    q = _tile("Q", s.tile_q, a.head_dim, a.dtype, 1)
+    k = _tile("K", s.tile_kv, a.head_dim, a.dtype, s.stages_k)
+    if a.dtype != "e4m3":
+        return q, k, _tile("V", s.tile_kv, a.dv, a.dtype, s.stages_v)
+    # 8-bit tensor core operands are K-major: V must stand with its keys along the row, given so or transposed in the kernel.
+    v = Smem("V", a.dv, s.tile_kv, a.dtype, s.stages_v)
+    return (q, k, v) if s.v_transposed else (q, k, _tile("V_raw", s.tile_kv, a.dv, a.dtype, s.stages_v), v)
+
+
+def _tile(name: str, rows: int, cols: int, dtype: str, stages: int) -> Smem:
+    return Smem(name, rows, cols, dtype, stages, "64B" if cols * DTYPE_BYTES[dtype] == 64 else "128B")
 
 
 def tile_bytes(attention: Attention, schedule: Schedule) -> int:
@@ -37,7 +43,7 @@ def memory_map(tiles: tuple[Smem, ...], bars: tuple[MBar, ...]) -> tuple[tuple[S
     at = 0
     placed, barriers = [], []
     for t in tiles:
-        at = -(-at // ALIGN) * ALIGN if t.swizzle == "128B" else -(-at // 8) * 8
+        at = -(-at // ALIGN) * ALIGN if t.swizzle != "none" else -(-at // 8) * 8
         placed.append(replace(t, offset=at))
         at += t.tile_bytes * t.stages
     at = -(-at // 8) * 8

@@ -10,6 +10,9 @@ from .steps import DTYPE_BYTES
 # (rounded down to 8), and what the producer gives back is what the consumers may take.
 WARPGROUP_REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
 
+# With V transposed in the kernel, the other three warps of the producer's warpgroup hold a strip of V in registers.
+TRANSPOSER_REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160), 4: (24, 112)}
+
 OVERHEAD = {"wgmma": 24, "mma_sync": 56}
 """Registers beyond the tiles: row statistics, addresses, cursors, loop state. Calibrated by compiling the tile sizes at the border."""
 
@@ -44,12 +47,24 @@ def q_fits_registers(attention: Attention, schedule: Schedule) -> bool:
     return need <= launch_registers(schedule.warps * 32)
 
 
-def compute_registers(schedule: Schedule) -> int:
+def role_registers(attention: Attention, schedule: Schedule) -> tuple[int, int]:
+    """setmaxnreg of (producer's warpgroup, consumers)."""
+    assert schedule.consumers is not None
+    table = TRANSPOSER_REGISTERS if transposes(attention, schedule) else WARPGROUP_REGISTERS
+    return schedule.registers or table[schedule.consumers]
+
+
+def transposes(attention: Attention, schedule: Schedule) -> bool:
+    """V is transposed in the kernel."""
+    return attention.dtype == "e4m3" and not schedule.v_transposed
+
+
+def compute_registers(attention: Attention, schedule: Schedule) -> int:
     """Registers a computing thread may use."""
     if schedule.mma == "mma_sync":
         assert schedule.warps is not None
         return launch_registers(schedule.warps * 32)
     assert schedule.consumers is not None
     if schedule.roles == "producer":
-        return (schedule.registers or WARPGROUP_REGISTERS[schedule.consumers])[1]
+        return role_registers(attention, schedule)[1]
     return launch_registers(schedule.consumers * 128)

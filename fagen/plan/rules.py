@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from ..attention import Attention
 from ..errors import ScheduleError, Violation
@@ -44,7 +45,6 @@ CHOICES: dict[str, tuple[object, ...]] = {
 """Fields that take one of a few values."""
 
 NOT_YET: dict[str, tuple[object, ...]] = {
-    "dtype": ("e4m3",),
     "mask": ("window",),
     "sink": (True,),
     "loop_order": ("kv_outer",),
@@ -57,7 +57,6 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "reference": ("stale",),
     "scale_granularity": ("tensor", "head", "block"),
     "hadamard": (True,),
-    "v_transposed": (True,),
 }
 """Values of the design that no kernel honours yet: rejected with code not-yet. The knob walk holds this list."""
 
@@ -67,14 +66,44 @@ NOT_YET_SET = ("window", "softcap", "promote_every")
 HEAD_DIMS = (64, 128, 256)
 MAX_STAGES = 4
 MAX_TILE_KV = 256
+SCALES = (1e-30, 1e30)
+"""Smallest and largest softmax scale: as far as float32 constants and scores keep their meaning."""
+OFFERED = 4
+"""How many legal values an error names at most."""
 
 
 def check(attention: Attention, schedule: Schedule) -> None:
     """Raise ScheduleError with all violations of the first layer that has any."""
+    found = _first_layer(attention, schedule)
+    if found:
+        raise ScheduleError(replace(v, nearest=_ways_out(attention, schedule, v, alone=len(found) == 1)) for v in found)
+
+
+def _first_layer(attention: Attention, schedule: Schedule) -> tuple[Violation, ...]:
+    """All violations of the first layer that has any."""
     for layer in (values, structure, resources):
         found = tuple(layer(attention, schedule))
         if found:
-            raise ScheduleError(found)
+            return found
+    return ()
+
+
+def _ways_out(attention: Attention, schedule: Schedule, v: Violation, alone: bool) -> tuple[object, ...]:
+    """Of the violation's nearest values, nearest first, those that make the pair legal; if it is not the only mistake, or none of them
+    does, those that mend this one."""
+    if v.field == "head_dim":  # its tiles come with it where a schedule is loaded
+        return v.nearest
+    legal, mending = [], []
+    for value in v.nearest:
+        if isinstance(value, str) and "=" in value:  # another knob, found by trying
+            return v.nearest
+        part = {v.field: value}
+        mine = v.field in Attention.field_names()
+        left = _first_layer(attention.replace(**part) if mine else attention, schedule if mine else schedule.replace(**part))
+        if (v.code, v.field) not in {(x.code, x.field) for x in left}:
+            mending.append(value)
+            legal += [value] * (not left)
+    return tuple((alone and legal) or mending or v.nearest)[:OFFERED]
 
 
 # values -----------------------------------------------------------------------------------------------------------------
@@ -91,11 +120,11 @@ def values(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
     elif a.head_dim_v is not None and (not _is_int(a.head_dim_v) or a.head_dim_v != a.head_dim):
         message = f"{a.head_dim_v!r} differs from head_dim {a.head_dim}; V must have as many columns as Q and K"
         yield Violation("head-dim-v", "head_dim_v", message, (None, a.head_dim))
-    if a.scale is not None and not (_is_number(a.scale) and math.isfinite(a.scale) and a.scale > 0):
+    if a.scale is not None and not (_is_number(a.scale) and SCALES[0] <= a.scale <= SCALES[1]):
         yield Violation(
             "scale",
             "scale",
-            f"{a.scale!r} is not a positive finite number",
+            f"{a.scale!r} is not a positive finite number from {SCALES[0]:g} to {SCALES[1]:g}",
             (None, a.head_dim**-0.5 if _is_int(a.head_dim) and a.head_dim > 0 else 1.0),
         )
     s = schedule
@@ -147,10 +176,26 @@ def structure(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
         yield Violation(
             "mma-movement", "movement", f"{s.mma} takes its operands by {' or '.join(movements)}, not {s.movement}", ready
         )
+    yield from _structure_precision(attention, s)
     if s.mma == "wgmma":
         yield from _structure_wgmma(s)
     else:
         yield from _structure_mma_sync(attention, s)
+
+
+def _structure_precision(a: Attention, s: Schedule) -> Iterator[Violation]:
+    if a.dtype != "e4m3":
+        if s.v_transposed:
+            yield Violation("v-transposed", "v_transposed", f"is for e4m3; {a.dtype} V is read as it is", (False,))
+        return
+    if s.mma != "wgmma":
+        yield Violation("dtype", "dtype", f"e4m3 has no fast path on {s.mma}", ("bf16", "fp16"))
+    if s.tile_kv % 32:
+        near = tuple(sorted(range(32, MAX_TILE_KV + 1, 32), key=lambda x: abs(x - s.tile_kv))[:2])
+        yield Violation("tile-kv", "tile_kv", f"{s.tile_kv} is not a multiple of 32, the depth of one e4m3 product", near)
+    if s.roles == "uniform" and not s.v_transposed:
+        message = "uniform roles have no warps to transpose an e4m3 V in the kernel"
+        yield Violation("v-transposed", "v_transposed", message, (True,))
 
 
 def _structure_wgmma(s: Schedule) -> Iterator[Violation]:
@@ -219,7 +264,7 @@ def resources(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
         yield Violation("smem", "tile_kv", message, fitting)
     yield from _register_pool(s, t.registers_per_sm)
     parts = registers.tile_registers(attention, s)
-    have, spare = registers.compute_registers(s), registers.OVERHEAD[s.mma]
+    have, spare = registers.compute_registers(attention, s), registers.OVERHEAD[s.mma]
     if sum(parts.values()) + spare > have:
         sizes = " + ".join(f"{n} {r}" for n, r in parts.items())
         message = f"{sizes} registers and about {spare} more a thread exceed the {have} a computing thread has"
@@ -272,9 +317,8 @@ def _fitting(attention: Attention, s: Schedule, fits: object) -> tuple[str, ...]
 
 
 def _nearest_int(code: str, field: str, value: object, legal: tuple[int, ...], what: str) -> Violation:
-    near = sorted(legal, key=lambda x: abs(x - value))[:3] if isinstance(value, (int, float)) and value == value else legal
-    if len(legal) <= 4:
-        near = list(legal)
+    """All of `legal`, nearest first: `check` offers the first that mend the schedule."""
+    near = sorted(legal, key=lambda x: abs(x - value)) if isinstance(value, (int, float)) and math.isfinite(value) else legal
     return Violation(code, field, f"{value!r} {what}", tuple(near))
 
 

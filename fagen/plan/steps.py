@@ -15,7 +15,7 @@ Symbols that an Expr in a step may use: the kernel's parameters (`sq`, `sk`, `hq
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
 from typing import Literal
 
@@ -38,7 +38,8 @@ class Gmem:
 class Smem:
     """A ring of `stages` tiles of rows × cols in shared memory. `offset` and `slot_bytes` are set by the memory map.
 
-    `swizzle` "128B": the tile is kept as 128-byte chunks, see `layout.swizzle_128b`. "none": row-major.
+    `swizzle` "128B", "64B": the tile is kept as chunks of so many bytes a row, see `layout.swizzle`; the last chunk may be partly
+    unused. "none": row-major.
     """
 
     name: str
@@ -46,12 +47,21 @@ class Smem:
     cols: int
     dtype: str
     stages: int
-    swizzle: Literal["128B", "none"] = "128B"
+    swizzle: Literal["128B", "64B", "none"] = "128B"
     offset: int = -1
 
     @property
+    def chunk_bytes(self) -> int:
+        """Bytes of a row that lie together."""
+        return {"128B": 128, "64B": 64}.get(self.swizzle, self.cols * DTYPE_BYTES[self.dtype])
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.cols * DTYPE_BYTES[self.dtype] // self.chunk_bytes)
+
+    @property
     def tile_bytes(self) -> int:
-        return self.rows * self.cols * DTYPE_BYTES[self.dtype]
+        return self.rows * self.chunks * self.chunk_bytes
 
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "e4m3": 1, "fp32": 4, "i32": 4}
@@ -74,7 +84,7 @@ class Frag:
     def unit_rows(self) -> int:
         if self.layout == "uniform":
             return 1
-        return 64 if self.layout.endswith("64") else 16
+        return 64 if "64" in self.layout else 16
 
     @property
     def blocks(self) -> int:
@@ -232,7 +242,10 @@ class Elected(Step):
 @dataclass(frozen=True, kw_only=True)
 class TmaLoad(Step):
     """Asynchronous. One thread asks TMA for the tile of `src` whose first row is `seq`, of head `head` and batch `batch`; its bytes
-    complete `full`. Announces the bytes to the barrier (one arrival with expect_tx) just before. Rows past the tensor read as 0."""
+    complete `full`. Announces the bytes to the barrier (one arrival with expect_tx) just before. Rows past the tensor read as 0.
+
+    `transposed`: the tensor is (batch, heads, head_dim, seq), and the tile holds all its rows and the columns from `seq` on: one request
+    for each chunk."""
 
     src: str
     dst: Slot
@@ -241,6 +254,7 @@ class TmaLoad(Step):
     head: Expr
     batch: Expr
     hint: Literal["evict_first", "evict_last"]
+    transposed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -372,6 +386,29 @@ class StoreRow(Step):
     batch: Expr
 
 
+@dataclass(frozen=True, kw_only=True)
+class TransposeV(Step):
+    """dst = srcᵀ in shared memory, 8-bit values, by the role's warps together: instance w takes every count-th strip of 16 columns.
+
+    Keys come out in the order `layout.KEY_ORDER` within each 16, which is the order of P's registers (layout a64_e4m3perm), so that
+    neither needs a data exchange. Reads and writes are ordinary (ldmatrix, stmatrix)."""
+
+    dst: Slot
+    src: Slot
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadScales(Step):
+    """`scores` = softmax scale · log2 e · q_descale · k_descale and `out` = v_descale of this batch and KV head: two float scalars.
+
+    Descales are (batch, KV heads) float32 arrays with any strides, or one number each."""
+
+    scores: str
+    out: str
+    head: Expr
+    batch: Expr
+
+
 # persistent tiles claimed at run time ------------------------------------------------------------------------------------
 
 
@@ -456,7 +493,8 @@ class CtaSync(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class ProxyFence(Step):
-    """fence.proxy.async.shared::cta: this thread's ordinary shared-memory writes become visible to TMA and WGMMA."""
+    """fence.proxy.async.shared::cta by every thread of the warp, then __syncwarp: the warp's ordinary shared-memory writes become visible
+    to TMA and WGMMA, and one lane may announce them."""
 
 
 # matrix -----------------------------------------------------------------------------------------------------------------
@@ -521,7 +559,9 @@ class Mask(Step):
 class OnlineSoftmax(Step):
     """One block of the online softmax (FlashAttention-2, algorithm 1), in units of log2 with `scale_log2` = softmax scale · log2 e:
     m' = max(m, rowmax(s)·scale_log2); alpha = 2^(m − m'); s = 2^(s·scale_log2 − m'); l = l·alpha + the thread's own part of rowsum(s); m = m'.
-    A row that has seen no key yet keeps m = −inf, alpha = 0, s = 0. `first`: nothing came before, so alpha is not needed (l = rowsum)."""
+    A row that has seen no key yet keeps m = −inf, alpha = 0, s = 0. `first`: nothing came before, so alpha is not needed (l = rowsum).
+    `scale`: the scalar of a LoadScales instead of the constant. `offset`: exponentials and l are 2^offset times larger, so that P
+    fills the range of e4m3."""
 
     s: str
     m: str
@@ -529,11 +569,14 @@ class OnlineSoftmax(Step):
     alpha: str
     scale_log2: float
     first: bool
+    scale: str | None = None
+    offset: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pack(Step):
-    """p = s rounded to p's dtype, in the layout of the A operand (no data motion)."""
+    """p = s rounded to p's dtype (e4m3: saturating), in p's layout: a16, a64 of 16-bit types and a64_e4m3perm move no data between
+    threads; a64 of e4m3 exchanges within each quad."""
 
     p: str
     s: str
@@ -549,12 +592,16 @@ class Rescale(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class Finalise(Step):
-    """Sum l over the quad; o[r, :] *= 1 / l[r] (0 where l is 0); lse[r] = m·ln 2 + ln l (−inf where l is 0)."""
+    """Sum l over the quad; o[r, :] *= 1 / l[r] (0 where l is 0); lse[r] = (m − offset)·ln 2 + ln l (−inf where l is 0).
+
+    `scale`: a scalar of LoadScales that multiplies o as well. `offset`: as in OnlineSoftmax, undone here for lse."""
 
     o: str
     m: str
     l: str
     lse: str
+    scale: str | None = None
+    offset: int = 0
 
 
 # rows kept whole, and their pieces ---------------------------------------------------------------------------------------
@@ -702,6 +749,26 @@ def walk(body: Body) -> Iterator[Step]:
         yield step
         for _, inner in bodies(step):
             yield from walk(inner)
+
+
+def without_unused(body: Body) -> Body:
+    """The same body without `Let`s whose variable nothing reads: roles share the steps that decode a tile, but not all need all of it."""
+    used = frozenset().union(*(_symbols(value) for step in walk(body) for value in step_fields(step).values()))
+    slim = _keep(body, lambda step: not (isinstance(step, Let) and step.var not in used))
+    return body if slim == body else without_unused(slim)  # what only an unused one read is now unused itself
+
+
+def _keep(body: Body, wanted: Callable[[Step], bool]) -> Body:
+    kept = (step for step in body if wanted(step))
+    return tuple(replace(step, **{field: _keep(b, wanted) for field, b in bodies(step)}) for step in kept)  # type: ignore[arg-type]
+
+
+def _symbols(value: object) -> frozenset[str]:
+    if isinstance(value, Expr):
+        return value.symbols()
+    if isinstance(value, Slot):
+        return frozenset().union(*(_symbols(e) for e in (value.holds, value.row)))
+    return frozenset()
 
 
 def number(body: Body, prefix: str) -> Body:

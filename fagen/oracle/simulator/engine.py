@@ -11,7 +11,7 @@ import numpy as np
 from ...plan.kernel import KernelPlan
 from ...plan.steps import CpAsync, PutTile, TmaLoad, Wait, walk
 from .instance import CtaState, Instance
-from .machine import GlobalMemory, MBarrier, NamedBarrier, SharedSlot, SimulatedDeadlock, Transfer, named_barriers
+from .machine import GlobalMemory, MBarrier, NamedBarrier, SharedSlot, SimulatedDeadlock, SimulatedFault, Transfer, named_barriers
 
 
 class Engine:
@@ -73,8 +73,12 @@ class Engine:
     def _finish(self, instance: Instance) -> None:
         self._running.remove(instance)
         self._current = None
-        if not any(i.cta is instance.cta for i in self._running):
-            self._start_next()
+        if any(i.cta is instance.cta for i in self._running):
+            return
+        for transfer in self._transfers:
+            if transfer.cta == instance.cta.index:
+                raise SimulatedFault(f"CTA {transfer.cta} ends while the load of {transfer.step} is in flight")
+        self._start_next()
 
     def _start_next(self) -> None:
         if self._waiting:

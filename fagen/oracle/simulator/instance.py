@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from ...plan import steps as st
 from ...plan.expr import Expr, as_expr
+from ...plan.kernel import DESCALES
 from ..numeric import F32, Array, rounded
 from .machine import GlobalMemory, MBarrier, NamedBarrier, SharedSlot, SimulatedFault, Transfer
 from .registers import Product, Register, SharedOperand, multiply
@@ -73,6 +74,7 @@ class Instance:
         self.name = f"{role.name}[{index}] of CTA {cta.index}"
         self.env: dict[str, int] = {**cta.env, "cta": cta.index, "w": index}
         self.registers = {f.name: Register(f) for f in role.frags}
+        self.scalars: dict[str, np.float32] = {}
         self.cursors = {c.name: _Cursor(c) for c in role.cursors}
         self.at: st.Step | None = None
         self.blocked: Blocked | None = None
@@ -95,6 +97,9 @@ class Instance:
             self.blocked = next(self._generator)
         except StopIteration:
             self.done = True
+            if self._open or self._copies or any(self._groups):
+                kind = "products" if self._open else "copies"
+                raise SimulatedFault(f"{self.name} ends with {kind} in flight") from None
 
     def describe(self) -> str:
         step = self.at.id or self.at.kind if self.at else "its start"
@@ -164,9 +169,10 @@ class Instance:
         full = self.cta.mbars[step.full][0 if step.dst.cursor is None else self.cursors[step.dst.cursor].slot]
         slot.poison()  # from now on the bytes may come at any moment
         place = (self.value(step.batch), self.value(step.head), self.value(step.seq))
-        values = self.cta.memory.tile(step.src, *place, rows=slot.data.shape[0])
+        values = self.cta.memory.tile(step.src, *place, rows=slot.data.shape[1 if step.transposed else 0])
+        values = values.T if step.transposed else values
         full.arrive(1, step.id, expect_bytes=slot.bytes)
-        self.cta.transfers.append(Transfer(slot, values, full, step.id))
+        self.cta.transfers.append(Transfer(slot, values, full, step.id, self.cta.index))
 
     def cp_async(self, step: st.CpAsync) -> None:
         slot = self.slot(step.dst)
@@ -184,6 +190,16 @@ class Instance:
         while len(self._groups) > step.pending:
             for copy in self._groups.popleft():
                 copy.slot.write(copy.values, copy.where, generic=self.name)
+
+    def transpose_v(self, step: st.TransposeV) -> None:
+        raw, turned = self.slot(step.src), self.slot(step.dst)
+        strips = np.arange(turned.data.shape[0]) // 16 % self.role.count == self.index
+        turned.write(raw.data.T, np.broadcast_to(strips[:, None], turned.data.shape), generic=self.name)
+
+    def load_scales(self, step: st.LoadScales) -> None:
+        q, k, v = (self.cta.memory.descale(name, self.value(step.batch), self.value(step.head)) for name in DESCALES)
+        self.scalars[step.scores] = q * k
+        self.scalars[step.out] = v
 
     def load_frag(self, step: st.LoadFrag) -> None:
         dst = self.registers[step.dst]
@@ -314,11 +330,14 @@ class Instance:
     def online_softmax(self, step: st.OnlineSoftmax) -> None:
         s, m, l, alpha = (self.registers[x] for x in (step.s, step.m, step.l, step.alpha))
         scale = np.float32(step.scale_log2)
+        if step.scale is not None:
+            scale *= self.scalars[step.scale]
         highest = s.value.max(axis=1, keepdims=True) * scale
         new = highest if step.first else np.maximum(m.value, highest)
         reference = np.where(np.isneginf(new), np.float32(0), new)  # a row without a key yet: 2^(−inf − 0) = 0
         # One FFMA, so rounded once: float64 holds the product exactly.
         exponent: F32 = (s.value.astype(np.float64) * np.float64(scale) - reference).astype(np.float32)
+        exponent += np.float32(step.offset)
         p = np.exp2(exponent, out=exponent)
         total = p.sum(axis=1, keepdims=True)
         if step.first:
@@ -342,8 +361,9 @@ class Instance:
     def finalise(self, step: st.Finalise) -> None:
         o, m, l, lse = (self.registers[x] for x in (step.o, step.m, step.l, step.lse))
         blind = l.value == 0
-        o.write(o.value * np.where(blind, np.float32(0), np.float32(1) / l.value))
-        lse.write(np.where(blind, np.float32(-np.inf), m.value * LN2 + np.log(l.value)))
+        scale = np.float32(1) if step.scale is None else self.scalars[step.scale]
+        o.write(o.value * np.where(blind, np.float32(0), scale / l.value))
+        lse.write(np.where(blind, np.float32(-np.inf), (m.value - np.float32(step.offset)) * LN2 + np.log(l.value)))
 
 
 @lru_cache(maxsize=256)
@@ -359,7 +379,7 @@ def _share(shape: tuple[int, int], size: int, threads: int, warps: int, index: i
 _PRIVATE = frozenset(
     (
         *(st.Let, st.Var, st.Set, st.Advance, st.CpCommit, st.StoreOut, st.StoreRow, st.Fill, st.Limits, st.Mask),
-        *(st.OnlineSoftmax, st.Pack, st.Rescale, st.Finalise),
+        *(st.OnlineSoftmax, st.Pack, st.Rescale, st.Finalise, st.LoadScales),
     )
 )
 """Steps that no other role can notice, so nobody needs to come in before them."""
@@ -373,6 +393,8 @@ _ACTIONS: dict[type[st.Step], Callable[[Instance, Any], Blocked | None]] = {
     st.CpCommit: Instance.cp_commit,
     st.CpWait: Instance.cp_wait,
     st.LoadFrag: Instance.load_frag,
+    st.TransposeV: Instance.transpose_v,
+    st.LoadScales: Instance.load_scales,
     st.StoreOut: Instance.store_out,
     st.StoreRow: Instance.store_row,
     st.ClaimTile: Instance.claim_tile,

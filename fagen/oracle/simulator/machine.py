@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from ...errors import LaunchError
 from ...plan.steps import MBar, NBar, Smem
-from ..numeric import Array
+from ..numeric import F32, Array
 
 
 class SimulatedFault(LaunchError):
@@ -34,6 +34,8 @@ class GlobalMemory:
     inputs: dict[str, Array]
     outputs: dict[str, Array]
     counters: dict[str, npt.NDArray[np.int64]]
+    descales: dict[str, F32] = field(default_factory=dict)
+    """(batch, KV heads) of those given."""
     written: dict[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -55,6 +57,12 @@ class GlobalMemory:
         if inside and begin < end:
             out[begin - first : end - first] = x[batch, head, begin:end]
         return out
+
+    def descale(self, name: str, batch: int, head: int) -> np.float32:
+        """Of one batch and KV head; 1 where none was given."""
+        given = self.descales.get(name)
+        one: np.float32 = np.float32(1) if given is None else given[batch, head]
+        return one
 
     def store(self, name: str, batch: int, head: int, first: int, limit: int, rows: Array) -> None:
         """Write rows first, first + 1, … that lie below `limit`."""
@@ -103,6 +111,7 @@ class Transfer:
     values: Array
     full: MBarrier
     step: str
+    cta: int
 
     def land(self) -> None:
         self.slot.write(self.values)

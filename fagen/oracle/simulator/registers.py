@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...plan.steps import Frag
-from ..numeric import F32, Array
+from ..numeric import F32, Array, matmul
 from .machine import SharedSlot, SimulatedFault
 
 
@@ -117,5 +117,5 @@ def multiply(step: str, shape: tuple[int, int], a: Array, b: Array, trans_b: boo
     n, k = b.shape[::-1] if trans_b else b.shape
     if a.shape != (shape[0], k) or n != shape[1]:
         raise SimulatedFault(f"{step}: {a.shape} · {(k, n)} does not give {shape}")
-    d: F32 = a @ (b if trans_b else b.T)
+    d: F32 = matmul(a, b if trans_b else b.T)
     return d if c is None else np.add(c, d, out=d)

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from ...attention import Attention
 from ...schedule import Schedule
-from ..kernel import STRIDED, KernelPlan, Problem
+from ..kernel import DESCALES, STRIDED, KernelPlan, Problem
 
 MOST_TILES = 3
 
@@ -28,15 +28,20 @@ class Case:
     def scope(self, kernel: KernelPlan) -> dict[str, int]:
         """The symbols that the kernel's steps may use (without `w`)."""
         scope = _launch(kernel, self.problem, self.num_sms)
-        return {**{p.name: scope[p.name] for p in kernel.params}, "n_ctas": kernel.grid.eval(scope), "cta": self.cta}
+        return {
+            **{p.name: scope[p.name] for p in kernel.params if p.ctype != "f32"},
+            "n_ctas": kernel.grid.eval(scope),
+            "cta": self.cta,
+        }
 
 
 def _launch(kernel: KernelPlan, problem: Problem, num_sms: int) -> dict[str, int]:
     """The host's symbols and the kernel's parameters (any strides do: they move no synchronisation)."""
     scope = {f: getattr(problem, f) for f in ("batch", "sq", "sk", "hq", "hkv")} | {"num_sms": num_sms, "seed": 0}
-    scope |= {f"{t}_{s}": 1 for t in STRIDED for s in ("sb", "ss", "sh")}
+    scope |= {f"{t}_{s}": 1 for t in (*STRIDED, *DESCALES) for s in ("sb", "ss", "sh")}
     for p in kernel.params:
-        scope[p.name] = p.value.eval(scope)
+        if p.ctype != "f32":
+            scope[p.name] = p.value.eval(scope)
     return scope
 
 

@@ -62,10 +62,24 @@ def _cp_async(run: Run, line: Line, step: S.CpAsync) -> None:
     issue = run.event(line, step)
     end = run.order.add(line.label(step, "lands"), run.order.masks[issue])
     line.copies.append(end)
+    mine = _new_fill(run, line, step, key, run.writers[line.role.name], asynchronous=False)
+    _shared_fill(run, line, step, key, mine, issue, end)
+
+
+def _transpose_v(run: Run, line: Line, step: S.TransposeV) -> None:
+    """Every warp reads the whole raw tile's columns that it owns and writes its strips of the turned one, by ordinary accesses."""
+    alone(run, line, step, False)
+    e = run.event(line, step)
+    raw = read(run, line, step, step.src, e, e, asynchronous=False)
+    mine = Fill(step, False, raw.seq, raw.head, raw.batch, raw.identity, run.writers[line.role.name])
+    _shared_fill(run, line, step, slot_key(run, line, step, step.dst), mine, e, e)
+
+
+def _shared_fill(run: Run, line: Line, step: S.Step, key: SlotKey, mine: Fill, issue: int, end: int) -> None:
+    """A fill of which every line of the role writes a part: the n-th part of a line belongs to the slot's n-th fill."""
     turn = line.parts.get(key, 0)
     line.parts[key] = turn + 1
     fills = run.fills.setdefault(key, [])
-    mine = _new_fill(run, line, step, key, run.writers[line.role.name], asynchronous=False)
     if turn == len(fills):
         fills.append(mine)
     fill = fills[turn]
@@ -198,6 +212,7 @@ def touch(run: Run, line: Line, step: S.Step) -> None:
 HANDLERS: dict[type[S.Step], Callable[[Run, Line, Any], None]] = {
     S.TmaLoad: _tma_load,
     S.CpAsync: _cp_async,
+    S.TransposeV: _transpose_v,
     S.CpCommit: _cp_commit,
     S.CpWait: _cp_wait,
     S.LoadFrag: _load_frag,

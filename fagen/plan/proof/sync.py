@@ -136,9 +136,9 @@ def _meet(run: Run, line: Line, step: S.Step, bar: NamedState) -> Blocking:
 def _proxy_fence(run: Run, line: Line, step: S.ProxyFence) -> None:
     e = run.order.add(line.label(step), line.known | line.own | line.first)
     line.fences.append(e)
-    if line.single:
+    if line.single or line.role.warps == 1:  # the step ends with __syncwarp: lane 0 then speaks for its warp
         line.known |= run.order.masks[e]
-    else:  # each thread fences its own writes: the others of the warp learn of it at a barrier
+    else:  # each warp fences its own writes: the others learn of it at a barrier
         line.own |= run.order.masks[e]
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ...attention import Attention
 from ..expr import sym
-from ..steps import Body, Fill, Finalise, Let, Limits, StoreOut, StoreRow
+from ..steps import Body, Fill, Finalise, Let, Limits, LoadScales, StoreOut, StoreRow
 from ..tiles import SQ, B, H, M, Tiles, W
 
 ROW0 = sym("row0")
@@ -12,10 +13,19 @@ HEAD_KV = sym("h_kv")
 """KV head of query head h: the query heads of a group share one."""
 
 
+def p_offset(attention: Attention) -> int:
+    """P is multiplied by 2 to this: 2^8 = 256 leaves e4m3 (up to 448) the most of its range below the row's maximum."""
+    return 8 if attention.dtype == "e4m3" else 0
+
+
 def setup(tiles: Tiles, rows: int) -> Body:
     """Decode the tile, limits of the mask, O = 0, m = −∞, l = 0. An instance owns `rows` query rows."""
+    scales: Body = ()
+    if tiles.attention.dtype == "e4m3":
+        scales = (LoadScales(scores="score_scale", out="out_scale", head=HEAD_KV, batch=B),)
     return (
         *tiles.decode(),
+        *scales,
         Let(var="row0", value=M * tiles.schedule.tile_q + W * rows, why="first query row of this instance"),
         Limits(dst="last_key", first_row=ROW0, limit=tiles.key_limit()),
         Fill(dst="O", value=0.0),
@@ -24,10 +34,11 @@ def setup(tiles: Tiles, rows: int) -> Body:
     )
 
 
-def epilogue() -> Body:
+def epilogue(tiles: Tiles) -> Body:
     """Normalise and write out and lse. A row that saw no key has l = 0: out 0, lse −∞."""
+    scale = "out_scale" if tiles.attention.dtype == "e4m3" else None
     return (
-        Finalise(o="O", m="m_ref", l="l_sum", lse="lse"),
+        Finalise(o="O", m="m_ref", l="l_sum", lse="lse", scale=scale, offset=p_offset(tiles.attention)),
         StoreOut(src="O", dst="out", first_row=ROW0, limit=SQ, head=H, batch=B),
         StoreRow(src="lse", dst="lse", first_row=ROW0, limit=SQ, head=H, batch=B),
     )

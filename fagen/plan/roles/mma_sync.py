@@ -79,7 +79,8 @@ class MmaSync:
     def _copy(self, tensor: str, block: Expr, exists: Expr | None = None) -> Body:
         """Copy a block and commit its group. Where there is no such block, the same copies read nothing and fill the slot with 0:
         a branch would end the basic block in which ptxas mixes loads with products."""
-        first, limit = block, SK
+        first: Expr = block
+        limit: Expr = SK
         if exists is not None:
             first, limit = maximum(block, 0), SK * exists
         copy = CpAsync(
@@ -144,7 +145,7 @@ class MmaSync:
         return (
             *setup(t, self.rows),
             If(name="tile", cond=N > 0, then=work),
-            *epilogue(),
+            *epilogue(t),
         )
 
     def _block(self, masked: bool) -> Body:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..expr import Expr, as_expr, eq, minimum, sym
+from ..registers import transposes
 from ..steps import (
     Advance,
     Arrive,
@@ -30,15 +31,17 @@ from ..steps import (
     NArrive,
     OnlineSoftmax,
     Pack,
+    ProxyFence,
     Rescale,
     Role,
     Slot,
     Sync,
     TmaLoad,
+    TransposeV,
     Wait,
 )
 from ..tiles import B, H, J, M, N, Tiles, W
-from .common import HEAD_KV, ROW0, epilogue, setup
+from .common import HEAD_KV, ROW0, epilogue, p_offset, setup
 
 LAST = as_expr(0)
 
@@ -65,7 +68,8 @@ class Wgmma:
         return Mma(name="qk", d="S", a=self._q(), b=self._k(j), accumulate=False, trans_b=False, unit="wgmma", why=why)
 
     def _pv(self, j: Expr, why: str = "") -> Mma:
-        return Mma(name="pv", d="O", a="P", b=self._v(j), accumulate=True, trans_b=True, unit="wgmma", why=why)
+        trans = self.tiles.attention.dtype != "e4m3"  # 8-bit V stands transposed in shared memory
+        return Mma(name="pv", d="O", a="P", b=self._v(j), accumulate=True, trans_b=trans, unit="wgmma", why=why)
 
     # loads ----------------------------------------------------------------------------------------------------------------
 
@@ -79,13 +83,21 @@ class Wgmma:
         )
 
     def _load(self, tensor: str, j: Expr) -> Body:
+        """A block of K, or of V: to where the products read it, or (to be transposed) to the ring V_raw."""
         cursor, row = f"load_{tensor}", j * self.tiles.schedule.tile_kv
-        dst = Slot(tensor.upper(), cursor)
-        return (
-            Wait(bar=f"{tensor}_empty", cursor=cursor),
-            TmaLoad(name=cursor, src=tensor, dst=dst, full=f"{tensor}_full", seq=row, head=HEAD_KV, batch=B, hint="evict_last"),
-            Advance(cursor=cursor),
+        ring, smem = ("raw", "V_raw") if tensor == "v" and self.transposes else (tensor, tensor.upper())
+        load = TmaLoad(
+            name=cursor,
+            src=tensor,
+            dst=Slot(smem, cursor),
+            full=f"{ring}_full",
+            seq=row,
+            head=HEAD_KV,
+            batch=B,
+            hint="evict_last",
+            transposed=tensor == "v" and self.tiles.schedule.v_transposed,
         )
+        return Wait(bar=f"{ring}_empty", cursor=cursor), load, Advance(cursor=cursor)
 
     def producer(self) -> Role:
         """K(n−1), Q, then K(j−1) and V(j) in turn from the last block to the first: the order in which consumers need them."""
@@ -102,7 +114,31 @@ class Wgmma:
         tile = (*self.tiles.decode(), If(name="tile", cond=N > 0, then=some, orelse=self.tiles.claim("next")))
         cursors = (*self._load_cursors(), *self.tiles.ring_cursors("put_t"))
         assert self.registers is not None
-        return Role("producer", 1, 4, True, self.registers[0], (), cursors, self.tiles.producer_loop(tile))
+        warps = 1 if self.transposes else 4
+        return Role("producer", 1, warps, True, self.registers[0], (), cursors, self.tiles.producer_loop(tile))
+
+    @property
+    def transposes(self) -> bool:
+        return transposes(self.tiles.attention, self.tiles.schedule)
+
+    def transposer(self) -> Role:
+        """The producer's other three warps: V as it came from memory → Vᵀ, whose rows the tensor core reads along the keys."""
+        s = self.tiles.schedule
+        block = (
+            Wait(bar="raw_full", cursor="raw"),
+            Wait(bar="v_empty", cursor="turn_v"),
+            TransposeV(dst=Slot("V", "turn_v"), src=Slot("V_raw", "raw", holds=J * s.tile_kv)),
+            ProxyFence(why="the products read Vᵀ through the asynchronous proxy"),
+            Arrive(bar="v_full", cursor="turn_v"),
+            Arrive(bar="raw_empty", cursor="raw"),
+            Advance(cursor="raw"),
+            Advance(cursor="turn_v"),
+        )
+        blocks = Loop(var="j", first=N - 1, last=LAST, step=-1, segment="blocks", body=block)
+        cursors = (Cursor("raw", s.stages_v, 0), Cursor("turn_v", s.stages_v, 1), *self.tiles.ring_cursors("get_t"))
+        assert self.registers is not None
+        body = self.tiles.consumer_loop((*self.tiles.decode(), blocks))
+        return Role("transposer", 3, 1, False, self.registers[0], (), cursors, body)
 
     def _load_cursors(self) -> tuple[Cursor, ...]:
         s = self.tiles.schedule
@@ -141,7 +177,7 @@ class Wgmma:
         return (
             Frag("S", 64, s.tile_kv, "fp32", "acc64"),
             Frag("O", 64, a.dv, "fp32", "acc64"),
-            Frag("P", 64, s.tile_kv, a.dtype, "a64"),
+            Frag("P", 64, s.tile_kv, a.dtype, "a64_e4m3perm" if self.transposes else "a64_e4m3" if a.dtype == "e4m3" else "a64"),
             *(Frag(name, 64, 1, "fp32", "row64") for name in ("m_ref", "l_sum", "alpha", "lse")),
             Frag("last_key", 64, 1, "i32", "row64"),
         )
@@ -172,7 +208,16 @@ class Wgmma:
 
     def _softmax(self, j: Expr, masked: bool, first: bool = False) -> Body:
         mask = (Mask(s="S", limits="last_key", first_key=j * self.tiles.schedule.tile_kv),) if masked else ()
-        soft = OnlineSoftmax(s="S", m="m_ref", l="l_sum", alpha="alpha", scale_log2=self.tiles.attention.scale_log2, first=first)
+        soft = OnlineSoftmax(
+            s="S",
+            m="m_ref",
+            l="l_sum",
+            alpha="alpha",
+            scale_log2=self.tiles.attention.scale_log2,
+            first=first,
+            scale="score_scale" if self.tiles.attention.dtype == "e4m3" else None,
+            offset=p_offset(self.tiles.attention),
+        )
         return (*mask, soft)
 
     def _in_turn(self, *products: Mma | Wait) -> Body:
@@ -199,7 +244,7 @@ class Wgmma:
             *setup(t, 64),
             If(name="tile", cond=N > 0, then=work),
             *claim,
-            *epilogue(),
+            *epilogue(t),
         )
 
     def _release_q(self) -> Body:

@@ -1,0 +1,21 @@
+"""FlashAttention-3 in FP8 (Shah et al. 2024, section 3.3): e4m3 products, V transposed in shared memory by the producer's idle warps."""
+
+from fagen import Attention, Schedule
+
+attention = Attention(head_dim=128, dtype="e4m3", out_dtype="bf16")
+schedule = Schedule(
+    arch="sm_90a",
+    tile_q=128,
+    tile_kv=224,
+    parallelism="persistent_dynamic",
+    roles="producer",
+    consumers=2,
+    movement="tma",
+    mma="wgmma",
+    stages=2,
+    overlap="both",
+)
+tiles = {
+    64: {"tile_q": 192, "tile_kv": 160, "consumers": 3},
+    256: {"tile_q": 128, "tile_kv": 128, "consumers": 2},
+}
