@@ -61,13 +61,10 @@ KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 ROW16 = Layout("row16", LANE // 4, I * 8, as_expr(0), as_expr(0))
 ROW64 = Layout("row64", WARP * 16 + LANE // 4, I * 8, as_expr(0), as_expr(0))
 
-<<<<<<< HEAD
 # One value of one row, the same in all lanes of the warp.
 UNIFORM = Layout("uniform", as_expr(0), as_expr(0), as_expr(0), as_expr(0))
 
-LAYOUTS = {x.name: x for x in (ACC16, ACC64, A16, A64, ROW16, ROW64, UNIFORM)}
-=======
-LAYOUTS = {x.name: x for x in (ACC16, ACC64, A16, A64, A64_E4M3, A64_E4M3PERM, ROW16, ROW64)}
+LAYOUTS = {x.name: x for x in (ACC16, ACC64, A16, A64, A64_E4M3, A64_E4M3PERM, ROW16, ROW64, UNIFORM)}
 
 
 def swizzle(row: int, byte: int, rows: int, width: int = 128) -> int:
@@ -82,8 +79,6 @@ def swizzle(row: int, byte: int, rows: int, width: int = 128) -> int:
     unit, rest = divmod(within, 16)
     place = unit ^ (row % 8 if width == 128 else row // 2 % 4)
     return chunk * rows * width + row * width + place * 16 + rest
->>>>>>> main
-
 
 def swizzle_128b(row: int, byte: int, rows: int) -> int:
     """`swizzle` of width 128."""
