@@ -11,7 +11,7 @@ from ..plan import steps as st
 from ..plan.expr import Expr, as_expr, sym
 from ..plan.kernel import DESCALES, KernelPlan
 from ..plan.layout import ACC64, LAYOUTS
-from . import debug
+from . import debug, views_ladder
 from .templates import Helpers, View, path
 
 PACK = {"bf16": ("pack_bf16", "bf16x2"), "fp16": ("pack_f16", "f16x2")}
@@ -57,6 +57,13 @@ class Scope:
         """Of each block, the row that this thread's first elements belong to; the second row is 8 further."""
         f = self.frag(frag)
         return [first_row + as_expr(f.unit_rows * i) + LAYOUTS[f.layout].row_thread for i in range(f.blocks)]
+
+    def address(self, tensor: str, step: Any, first: Expr | None) -> str:
+        """C address of a tensor or workspace at a step's batch and head, and at a first row; 64-bit, since the strides are."""
+        return _global(tensor, step, self, first)
+
+    def pack_function(self, dtype: str) -> str:
+        return _pack_function(dtype, self)
 
 
 def view(step: st.Step, scope: Scope) -> tuple[str, View]:
@@ -181,20 +188,12 @@ def _load_scales(s: st.LoadScales, x: Scope) -> tuple[str, View]:
 def _store_out(s: st.StoreOut, x: Scope) -> tuple[str, View]:
     pack = _pack_function(x.kernel.gmem_of(s.dst).dtype, x)
     rows = [x.c(r) for r in x.rows(s.src, s.first_row)]
-    return "store_out", {
-        "dst": _global(s.dst, s, x, None),
+    exchanged = x.frag(s.src).cols % 32 == 0
+    return ("store_out" if exchanged else "store_out_narrow"), {
+        "dst": _global(s.dst, s, x, None) + (f" + {x.c(s.col)}" if s.col is not None else ""),
         "stride": f"p.{s.dst}_ss",
         "limit": x.c(s.limit),
         "pack": pack,
-        "parts": [{"src": p, "row": r} for p, r in zip(x.parts(s.src), rows)],
-    }
-
-
-def _store_row(s: st.StoreRow, x: Scope) -> tuple[str, View]:
-    rows = [x.c(r) for r in x.rows(s.src, s.first_row)]
-    return "store_row", {
-        "dst": f"p.{s.dst} + ((i64){x.c(s.batch)} * p.hq + {x.c(s.head)}) * p.sq",
-        "limit": x.c(s.limit),
         "parts": [{"src": p, "row": r} for p, r in zip(x.parts(s.src), rows)],
     }
 
@@ -310,9 +309,9 @@ def _mma_sync(s: st.Mma, x: Scope) -> tuple[str, View]:
         "function": s.name,
         "title": _mma_title(s),
         "d": s.d,
-        "b": x.slot_address(s.b),
+        "b": x.slot_address(s.b) + (f" + {x.c(s.b.row * tile.chunk_bytes)}" if s.b.row is not None else ""),
         "regs": d.registers // d.blocks,
-        "k_steps": (tile.rows if s.trans_b else tile.cols) // 16,
+        "k_steps": (x.frag(s.a) if isinstance(s.a, str) else x.kernel.smem_of(s.a.smem)).cols // 16,
         "n_steps": d.cols // 16,
         "load_b": f"{load}(b, tile + {matrix.ldmatrix_b(tile, s.trans_b).c()})",
         "before": [] if s.accumulate else ["for (int i = 0; i < BLOCKS; ++i) fill(d[i], 0.f);"],
@@ -394,7 +393,6 @@ _VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {
     st.TransposeV: _transpose_v,
     st.LoadScales: _load_scales,
     st.StoreOut: _store_out,
-    st.StoreRow: _store_row,
     st.ClaimTile: _claim,
     st.PutTile: _put_tile,
     st.GetTile: _get_tile,
@@ -415,5 +413,6 @@ _VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {
     st.Pack: _pack,
     st.Rescale: _rescale,
     st.Finalise: _finalise,
+    **views_ladder.VIEWS,
     **debug.VIEWS,
 }

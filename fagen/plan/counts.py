@@ -9,7 +9,24 @@ from __future__ import annotations
 
 from ..errors import InternalError
 from .kernel import KernelPlan
-from .steps import DTYPE_BYTES, CpAsync, CtaSync, Mma, MmaWait, NArrive, Role, Slot, Step, Sync, TmaLoad, walk
+from .steps import (
+    DTYPE_BYTES,
+    Copy,
+    CpAsync,
+    CtaSync,
+    LoadAcc,
+    Mma,
+    MmaWait,
+    NArrive,
+    Role,
+    RowPass,
+    Slot,
+    Smem,
+    Step,
+    Sync,
+    TmaLoad,
+    walk,
+)
 
 WARPGROUP = 128  # threads
 MAX_N = 256  # columns of one wgmma (PTX ISA 9.7.15.2)
@@ -22,13 +39,16 @@ def expected_counts(kernel: KernelPlan) -> dict[str, int]:
 
     HGMMA, QGMMA, HMMA from the Mma steps; WARPGROUP.ARRIVE one per wgmma Mma (its fence); WARPGROUP.DEPBAR one per MmaWait;
     BAR.SYNC one per CtaSync and Sync, and one after the initialisation of mbarriers; BAR.ARV one per NArrive; UTMALDG one per TmaLoad;
-    USETMAXREG one per role with registers; LDGSTS 16 bytes each; no local memory.
+    USETMAXREG one per role with registers; LDGSTS 16 bytes each; LDG.E.128, in kernels that load through registers, as many as a step
+    prints (copies and row passes in loops of several loads); no local memory.
     """
     names = ("HGMMA", "QGMMA", "HMMA", "WARPGROUP.DEPBAR", "WARPGROUP.ARRIVE", "BAR", "BAR.SYNC", "BAR.ARV", "UTMALDG")
     total = dict.fromkeys((*names, "USETMAXREG", "LDGSTS", "STL", "LDL"), 0)
     if kernel.mbars:
         total["BAR.SYNC"] += 1
     first = 0
+    if any(isinstance(s, WIDE_LOADS) for role in kernel.roles for s in walk(role.body)):
+        total["LDG.E.128"] = 0
     for role in kernel.roles:
         total["USETMAXREG"] += role.registers is not None and first % WARPGROUP == 0  # roles that share a warpgroup ask once
         for step in walk(role.body):
@@ -58,7 +78,26 @@ def _step(kernel: KernelPlan, role: Role, step: Step) -> dict[str, int]:
     if isinstance(step, CpAsync):
         tile = kernel.smem_of(step.dst.smem)
         return {"LDGSTS": _ceildiv(tile.tile_bytes, 16 * role.threads)}
+    if isinstance(step, Copy):
+        return {"LDG.E.128": copy_loads(kernel.smem_of(step.dst.smem), role.threads)}
+    if isinstance(step, LoadAcc):
+        return {"LDG.E.128": next(f for f in role.frags if f.name == step.dst).registers // 4}
+    if isinstance(step, RowPass):
+        return {"LDG.E.128": ROW_LOADS}
     return {}
+
+
+WIDE_LOADS = (Copy, LoadAcc, RowPass)
+ROW_LOADS = 4
+"""16-byte loads in flight in a pass over a row."""
+MOST_COPIES = 8
+"""16-byte loads that a thread has in flight in a copy through registers, four registers each."""
+
+
+def copy_loads(tile: Smem, threads: int) -> int:
+    """Loads in the loop of a Copy: the most that its length is a multiple of."""
+    copies = tile.tile_bytes // (16 * threads)
+    return max((n for n in range(1, MOST_COPIES + 1) if copies % n == 0), default=1)
 
 
 def _mma(kernel: KernelPlan, role: Role, step: Mma) -> dict[str, int]:

@@ -23,15 +23,26 @@ def launch_registers(threads: int, registers_per_sm: int = 65536) -> int:
 
 
 def tile_registers(attention: Attention, schedule: Schedule) -> dict[str, int]:
-    """Registers a computing thread holds for S, P and O (and Q if there is room), by name."""
+    """Registers a computing thread holds for tiles where it holds most, by name: S, P and O (and Q if there is room)."""
     size = DTYPE_BYTES[attention.dtype]
     if schedule.mma == "wgmma":
         rows, lanes = 64, 128
     else:
         assert schedule.warps is not None
         rows, lanes = schedule.tile_q // schedule.warps, 32
-    scores = rows * schedule.tile_kv // lanes
-    return {"S": scores, "P": scores * size // 4, "O": rows * attention.dv // lanes}
+    scores, out = rows * schedule.tile_kv // lanes, rows * attention.dv // lanes
+    if schedule.softmax != "fused":  # S in one kernel, O in another
+        return {"S": scores} if scores >= out else {"O": out}
+    if schedule.partition == "split_kv":  # a warp has all rows of its keys, and its columns of O; S is gone before there is a product
+        assert schedule.warps is not None
+        part, p = partial_registers(attention, schedule), scores * size // 4
+        return {"S": scores, "P": p, "O": out} if scores >= part else {"P": p, "O_part": part, "O": out}
+    return {"S": scores, "P": scores * size // 4, "O": out}
+
+
+def partial_registers(attention: Attention, schedule: Schedule) -> int:
+    """Registers of a split_kv warp for its partial product: all rows and columns of O."""
+    return schedule.tile_q * attention.dv // 32
 
 
 def q_registers(attention: Attention, schedule: Schedule) -> int:
@@ -43,6 +54,8 @@ def q_registers(attention: Attention, schedule: Schedule) -> int:
 def q_fits_registers(attention: Attention, schedule: Schedule) -> bool:
     """Whether Q's fragments can stay in registers for the whole tile beside S, P and O."""
     assert schedule.warps is not None
+    if schedule.partition == "split_kv":  # every warp would hold all rows
+        return False
     need = sum(tile_registers(attention, schedule).values()) + q_registers(attention, schedule) + OVERHEAD["mma_sync"]
     return need <= launch_registers(schedule.warps * 32)
 
