@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import InternalError
 from ..plan import matrix
 from ..plan import steps as st
+from ..plan.counts import copy_loads, scarce
 from ..plan.expr import Expr, as_expr, sym
 from ..plan.kernel import DESCALES, KernelPlan
 from ..plan.layout import ACC64, LAYOUTS
@@ -26,6 +27,13 @@ class Scope:
         self._params = {p.name for p in kernel.params}
         self._frags = {f.name: f for f in role.frags}
         self._cursors = {c.name: c for c in role.cursors}
+
+    def thread(self, index: str) -> str:
+        """A thread's index as a helper with many addresses should spell it: taken anew in each call where registers are scarce."""
+        if not scarce(self.role):
+            return index
+        self.helpers.need("ptx/fresh")
+        return f"fresh({index})"
 
     def c(self, e: Expr) -> str:
         return e.c(lambda name: f"p.{name}" if name in self._params else name)
@@ -138,6 +146,8 @@ def _cp_async(s: st.CpAsync, x: Scope) -> tuple[str, View]:
         "rows": tile.rows,
         "units": tile.cols * st.DTYPE_BYTES[tile.dtype] // 16,
         "threads": x.role.threads,
+        "thread": x.thread("threadIdx.x"),
+        "unroll": f"#pragma unroll {copy_loads(tile, x.role.threads)}" if scarce(x.role) else "#pragma unroll",
         "dst": x.slot_address(s.dst),
         "src": _global(s.src, s, x, s.seq),
         "stride": f"p.{s.src}_ss",
@@ -307,9 +317,10 @@ def _mma_sync(s: st.Mma, x: Scope) -> tuple[str, View]:
     load = "ldmatrix_trans" if s.trans_b else "ldmatrix"
     values = {
         "function": s.name,
+        "lane": x.thread("threadIdx.x % 32"),
         "title": _mma_title(s),
         "d": s.d,
-        "b": x.slot_address(s.b) + (f" + {x.c(s.b.row * tile.chunk_bytes)}" if s.b.row is not None else ""),
+        "b": _part_address(s.b, x),
         "regs": d.registers // d.blocks,
         "k_steps": (x.frag(s.a) if isinstance(s.a, str) else x.kernel.smem_of(s.a.smem)).cols // 16,
         "n_steps": d.cols // 16,
@@ -322,6 +333,14 @@ def _mma_sync(s: st.Mma, x: Scope) -> tuple[str, View]:
     assert s.a.row is not None
     load_a = f"ldmatrix(a[i], a_tile + {matrix.ldmatrix_a(source).c()})"
     return "mma_sync_smem", values | {"a": x.slot_address(s.a), "row": x.c(s.a.row), "load_a": load_a}
+
+
+def _part_address(slot: st.Slot, x: Scope) -> str:
+    """Of the B operand that starts at a row (a multiple of 8) and a chunk of the tile."""
+    tile = x.kernel.smem_of(slot.smem)
+    column = slot.col * st.DTYPE_BYTES[tile.dtype] // tile.chunk_bytes * tile.rows * tile.chunk_bytes
+    offset = column + (slot.row * tile.chunk_bytes if slot.row is not None else as_expr(0))
+    return x.slot_address(slot) + (f" + {x.c(offset)}" if offset != as_expr(0) else "")
 
 
 def _mma_wait(s: st.MmaWait, x: Scope) -> tuple[str, View]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..plan import steps as st
 from ..plan.counts import ROW_LOADS, copy_loads
-from ..plan.expr import sym
+from ..plan.expr import IntLike, as_expr, sym
 from .templates import View
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ def _copy(s: st.Copy, x: Scope) -> tuple[str, View]:
         "rows": tile.rows,
         "units": tile.cols * st.DTYPE_BYTES[tile.dtype] // 16,
         "threads": x.role.threads,
+        "thread": x.thread("threadIdx.x"),
         "batch": copy_loads(tile, x.role.threads),
         "dst": x.slot_address(s.dst),
         "src": x.address(s.src, s, s.seq) + col,
@@ -49,9 +50,14 @@ def _acc(frag: str, space: str, s: Any, x: Scope) -> View:
     """A tile in the workspace is the register images of its warps one after another, each block of 16 rows by itself."""
     f = x.frag(frag)
     block = f.registers // f.blocks * 32
-    at = [x.c(sym("w") * (block * f.blocks) + block * i) for i in range(f.blocks)]
+    at = [sym("w") * (block * f.blocks) + block * i for i in range(f.blocks)]
     base = x.address(space, s, s.tile)
-    return {"parts": [{"frag": p, "tile": f"{base} + {a}"} for p, a in zip(x.parts(frag), at)]}
+    return {"parts": [{"frag": p, "tile": _plus(base, a, x)} for p, a in zip(x.parts(frag), at)]}
+
+
+def _plus(base: str, offset: IntLike, x: Scope) -> str:
+    """base + offset, in C."""
+    return base if as_expr(offset) == as_expr(0) else f"{base} + {x.c(as_expr(offset))}"
 
 
 def _row_address(tensor: str, s: Any, x: Scope) -> str:
@@ -101,35 +107,35 @@ def _rows(template: str) -> Make:
 def _store_stats(s: st.StoreStats, x: Scope) -> tuple[str, View]:
     tile = x.kernel.smem_of(s.dst.smem)
     assert s.dst.row is not None
-    parts = [{**p, "at": 64 * i} for i, p in enumerate(x.zipped(m=s.m, l=s.l))]
-    dst = f"{x.slot_address(s.dst)} + {x.c(s.dst.row * (tile.cols * 4))}"
-    return "store_stats", {"dst": dst, "rows": tile.cols // 2, "parts": parts}
+    dst = _plus(x.slot_address(s.dst), s.dst.row * (tile.cols * 4), x)
+    parts = [{**p, "dst": _plus(dst, 64 * i, x)} for i, p in enumerate(x.zipped(m=s.m, l=s.l))]
+    return "store_stats", {"rows": tile.cols // 2, "parts": parts}
 
 
 def _merge_stats(s: st.MergeStats, x: Scope) -> tuple[str, View]:
     tile = x.kernel.smem_of(s.src.smem)
     frags = x.zipped(m=s.m, l=s.l, alpha=s.alpha, part=s.part, beta=s.beta)
-    parts = [{**p, "at": 64 * i} for i, p in enumerate(frags)]
-    return "merge_stats", {"warps": tile.rows, "rows": tile.cols // 2, "src": x.slot_address(s.src), "parts": parts}
+    parts = [{**p, "src": _plus(x.slot_address(s.src), 64 * i, x)} for i, p in enumerate(frags)]
+    return "merge_stats", {"warps": tile.rows, "rows": tile.cols // 2, "parts": parts}
 
 
 def _store_frag(s: st.StoreFrag, x: Scope) -> tuple[str, View]:
     tile, f = x.kernel.smem_of(s.dst.smem), x.frag(s.src)
     assert s.dst.row is not None
-    block = f.registers // f.blocks * 128  # bytes
-    dst = f"{x.slot_address(s.dst)} + {x.c(s.dst.row * (tile.cols * 4))}"
-    return "store_frag", {"dst": dst, "parts": [{"src": p, "at": block * i} for i, p in enumerate(x.parts(s.src))]}
+    block = 16 * tile.cols * 4  # bytes of 16 rows; 8 columns of them are 512
+    dst = _plus(x.slot_address(s.dst), s.dst.row * (tile.cols * 4) + s.dst.col * 64, x)
+    return "store_frag", {"parts": [{"src": p, "dst": _plus(dst, block * i, x)} for i, p in enumerate(x.parts(s.src))]}
 
 
 def _add_parts(s: st.AddParts, x: Scope) -> tuple[str, View]:
     tile, f = x.kernel.smem_of(s.src.smem), x.frag(s.dst)
     mine = f.registers // f.blocks * 128  # bytes of a block of the warp's columns; of all columns:
     block = 16 * tile.cols * 4
-    parts = [{"dst": p, "at": x.c(sym("w") * mine + block * i)} for i, p in enumerate(x.parts(s.dst))]
+    src = x.slot_address(s.src)
+    parts = [{"dst": p, "src": _plus(src, sym("w") * mine + block * i, x)} for i, p in enumerate(x.parts(s.dst))]
     return "add_parts", {
         "warps": x.role.count,
         "part_bytes": f.rows * tile.cols * 4,
-        "src": x.slot_address(s.src),
         "parts": parts,
     }
 

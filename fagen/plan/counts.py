@@ -11,6 +11,7 @@ from ..errors import InternalError
 from .kernel import KernelPlan
 from .steps import (
     DTYPE_BYTES,
+    AddParts,
     Copy,
     CpAsync,
     CtaSync,
@@ -39,7 +40,7 @@ def expected_counts(kernel: KernelPlan) -> dict[str, int]:
 
     HGMMA, QGMMA, HMMA from the Mma steps; WARPGROUP.ARRIVE one per wgmma Mma (its fence); WARPGROUP.DEPBAR one per MmaWait;
     BAR.SYNC one per CtaSync and Sync, and one after the initialisation of mbarriers; BAR.ARV one per NArrive; UTMALDG one per TmaLoad;
-    USETMAXREG one per role with registers; LDGSTS 16 bytes each; LDG.E.128, in kernels that load through registers, as many as a step
+    USETMAXREG one per role with registers; LDGSTS 16 bytes each (where registers are scarce, in a loop of several); LDG.E.128, in kernels that load through registers, as many as a step
     prints (copies and row passes in loops of several loads); no local memory.
     """
     names = ("HGMMA", "QGMMA", "HMMA", "WARPGROUP.DEPBAR", "WARPGROUP.ARRIVE", "BAR", "BAR.SYNC", "BAR.ARV", "UTMALDG")
@@ -77,7 +78,7 @@ def _step(kernel: KernelPlan, role: Role, step: Step) -> dict[str, int]:
         return {"UTMALDG": kernel.smem_of(step.dst.smem).chunks if step.transposed else 1}
     if isinstance(step, CpAsync):
         tile = kernel.smem_of(step.dst.smem)
-        return {"LDGSTS": _ceildiv(tile.tile_bytes, 16 * role.threads)}
+        return {"LDGSTS": copy_loads(tile, role.threads) if scarce(role) else _ceildiv(tile.tile_bytes, 16 * role.threads)}
     if isinstance(step, Copy):
         return {"LDG.E.128": copy_loads(kernel.smem_of(step.dst.smem), role.threads)}
     if isinstance(step, LoadAcc):
@@ -92,6 +93,12 @@ ROW_LOADS = 4
 """16-byte loads in flight in a pass over a row."""
 MOST_COPIES = 8
 """16-byte loads that a thread has in flight in a copy through registers, four registers each."""
+
+
+def scarce(role: Role) -> bool:
+    """Whether the role keeps more in registers than a block's tiles and sums (the warps' parts, what goes through a workspace, copies on
+    their way): then addresses are computed when they are used, and long copies run in a loop."""
+    return any(isinstance(s, (Copy, LoadAcc, AddParts)) for s in walk(role.body))
 
 
 def copy_loads(tile: Smem, threads: int) -> int:

@@ -17,6 +17,10 @@ OVERHEAD = {"wgmma": 24, "mma_sync": 56}
 """Registers beyond the tiles: row statistics, addresses, cursors, loop state. Calibrated by compiling the tile sizes at the border."""
 
 
+PART_COLUMNS = 64
+"""Columns of its partial O that a split_kv warp holds at once: a 128-byte chunk of V."""
+
+
 def launch_registers(threads: int, registers_per_sm: int = 65536) -> int:
     """What ptxas may give every thread at launch, with one CTA an SM."""
     return min(registers_per_sm // threads // 8 * 8, 255)
@@ -35,14 +39,10 @@ def tile_registers(attention: Attention, schedule: Schedule) -> dict[str, int]:
         return {"S": scores} if scores >= out else {"O": out}
     if schedule.partition == "split_kv":  # a warp has all rows of its keys, and its columns of O; S is gone before there is a product
         assert schedule.warps is not None
-        part, p = partial_registers(attention, schedule), scores * size // 4
+        scores = schedule.tile_q * schedule.tile_kv // schedule.warps // 32
+        part, p = schedule.tile_q * PART_COLUMNS // 32, scores * size // 4
         return {"S": scores, "P": p, "O": out} if scores >= part else {"P": p, "O_part": part, "O": out}
     return {"S": scores, "P": scores * size // 4, "O": out}
-
-
-def partial_registers(attention: Attention, schedule: Schedule) -> int:
-    """Registers of a split_kv warp for its partial product: all rows and columns of O."""
-    return schedule.tile_q * attention.dv // 32
 
 
 def q_registers(attention: Attention, schedule: Schedule) -> int:

@@ -274,18 +274,8 @@ def _structure_split_kv(a: Attention, s: Schedule, warps: int) -> Iterator[Viola
         yield _nearest_int("tile-kv", "tile_kv", s.tile_kv, tuple(range(step, MAX_TILE_KV + 1, step)), message)
     elif _uneven(a, s.tile_kv, warps):
         yield _copies(a, s, "tile_kv", 16 * warps)
-    if registers.partial_registers(a, s) > MOST_PARTIAL_REGISTERS:
-        most = MOST_PARTIAL_REGISTERS * 32 // a.dv
-        message = (
-            f"{s.tile_q} rows of {a.dv} columns are {registers.partial_registers(a, s)} registers for a warp's partial O, "
-            f"more than {MOST_PARTIAL_REGISTERS}"
-        )
-        yield Violation("partial-o", "tile_q", message, tuple(range(most, 0, -16)))
-    elif _uneven(a, s.tile_q, warps):
+    if _uneven(a, s.tile_q, warps):
         yield _copies(a, s, "tile_q", 16)
-
-
-MOST_PARTIAL_REGISTERS = 128
 
 
 def _uneven(a: Attention, rows: int, warps: int) -> bool:

@@ -137,13 +137,15 @@ class Slot:
     """A tile in shared memory as an operand: the slot of `smem` at `cursor` (None: the ring has one slot and no cursor).
 
     `holds` says which rows of the source tensor must be in it, as the index of their first row: the contract that the proof
-    checks against the load that filled it. `row` offsets into the tile (the 64 rows of a warpgroup).
+    checks against the load that filled it. `row` offsets into the tile (the 64 rows of a warpgroup, the keys of a warp), `col` does
+    in columns: a whole number of 128-byte chunks.
     """
 
     smem: str
     cursor: str | None
     holds: Expr | None = None
     row: Expr | None = None
+    col: int = 0
 
 
 # ---------------------------------------------------------------------------------------------------------------- steps
@@ -696,7 +698,8 @@ class MergeStats(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class StoreFrag(Step):
-    """Accumulators of this instance → its part of `dst`, as they lie in registers, 16 bytes at a time. An ordinary store."""
+    """Accumulators of this instance → its part of `dst` (columns from dst.col on), as they lie in registers, 16 bytes at a time. An
+    ordinary store."""
 
     src: str
     dst: Slot

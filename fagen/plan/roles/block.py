@@ -3,7 +3,8 @@
 split_q    A warp owns rows of the query tile and sees all keys of the block. Nothing crosses between warps.
 split_kv   A warp owns keys of the block and sees all rows. Its maximum, sum and product are partial, and merged through shared memory:
            first the statistics, so that P is taken against the merged maximum; then the products, of which each warp adds up its
-           columns of O. Two CTA barriers, one of them the one that V needs anyway.
+           columns of O. Two CTA barriers, one of them the one that V needs anyway. A warp computes and stores its partial product
+           in chunks of 64 columns, so that it need not hold all of it.
 
 Normalised once, O is Σ 2^(s − m)·v and divided at the end. Normalised each step (FlashAttention-1), O is divided by the row sum after
 every block, so alpha also undoes the division of the block before.
@@ -11,7 +12,7 @@ every block, so alpha also undoes the division of the block before.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..expr import Expr, as_expr, eq
 from ..steps import (
@@ -42,6 +43,7 @@ from ..steps import (
     SumRow,
 )
 from ..tiles import SQ, B, H, J, M, Tiles, W
+from ..registers import PART_COLUMNS
 from .common import ROW0
 
 NEG_INF = float("-inf")
@@ -104,7 +106,7 @@ class Block:
             extra += ("inverse",)
         if self.each_step or self.tiles.schedule.loop_order == "kv_outer" and not self.split_kv:
             extra += ("total",)
-        part = (Frag("O_part", self.rows, a.dv, "fp32", "acc16"),) if self.split_kv else ()
+        part = (Frag("O_part", self.rows, PART_COLUMNS, "fp32", "acc16"),) if self.split_kv else ()
         rows = ("m_ref", "l_sum", "alpha", "lse", *extra)
         return (
             *q,
@@ -127,8 +129,12 @@ class Block:
 
     def start(self) -> Body:
         """O = 0, m = −∞, l = 0."""
+        return Fill(dst="O", value=0.0), *self.start_rows()
+
+    def start_rows(self) -> Body:
+        """m = −∞, l = 0."""
         total = (Fill(dst="total", value=0.0),) if self.each_step and not self.split_kv else ()
-        return Fill(dst="O", value=0.0), Fill(dst="m_ref", value=NEG_INF), Fill(dst="l_sum", value=0.0), *total
+        return Fill(dst="m_ref", value=NEG_INF), Fill(dst="l_sum", value=0.0), *total
 
     def finish(self) -> Body:
         """Normalise what is left to normalise, and write out and lse. A row that saw no key has l = 0: out 0, lse −∞."""
@@ -175,9 +181,10 @@ class Block:
             Rescale(o="O", alpha="alpha"),
         )
 
-    def product(self, v_cursor: str | None, parts_there: Body = ()) -> Body:
-        """O += P·V, after the barrier: every warp's statistics and V are there. `parts_there` waits for copies before the barrier
-        at which the partial products meet."""
+    def product(self, v_cursor: str | None, before_merge: Body = ()) -> Body:
+        """O += P·V, after the barrier: every warp's statistics and V are there. `before_merge` stands (under split_kv) in front of
+        the barrier at which the partial products meet, where they need no registers any more."""
+        columns = range(0, self.tiles.attention.dv, PART_COLUMNS)
         v = Slot("V", v_cursor, holds=J * self.tiles.schedule.tile_kv, row=self._key_row())
         divide = (Rescale(o="O", alpha="inverse"),) if self.each_step else ()
         if not self.split_kv:
@@ -189,13 +196,19 @@ class Block:
             *self._divide_later(),
             Rescale(o="S", alpha="beta", why="P against the merged maximum"),
             Pack(p="P", s="S"),
-            Mma(name="pv", d="O_part", a="P", b=v, accumulate=False, trans_b=True, unit="mma_sync"),
-            StoreFrag(src="O_part", dst=self._own(PARTS, self.rows)),
-            *parts_there,
+            *(step for col in columns for step in self._part(replace(v, col=col))),
+            *before_merge,
             CtaSync(name="merge", why="every warp's part is there"),
             Rescale(o="O", alpha="alpha"),
             AddParts(dst="O", src=PARTS),
             *divide,
+        )
+
+    def _part(self, v: Slot) -> Body:
+        """Some columns of the warp's partial product."""
+        return (
+            Mma(name="pv", d="O_part", a="P", b=v, accumulate=False, trans_b=True, unit="mma_sync"),
+            StoreFrag(src="O_part", dst=replace(self._own(PARTS, self.rows), col=v.col)),
         )
 
     def _divide_later(self) -> Body:

@@ -191,18 +191,21 @@ class KvOuter:
         q = Slot("Q", None, holds=M * s.tile_q, row=block.first_row)
         cursor = (lambda x: x) if self.asynchronous else (lambda x: None)
         ends = self._landed("Q(next) has landed")
+        load_o = LoadAcc(dst="O", src="O_acc", **self._acc())
+        start_o = (If(name="state_o", cond=J > 0, then=(load_o,), orelse=(Fill(dst="O", value=0.0),)),)
         end: Body = ()
         if not block.split_kv:
             end = (*ends, CtaSync(why="Q(next) is there; every warp is done with K(j) and V(j)"))
         return (
             *block.limits(),
             Let(var="n", value=ceildiv(self.tiles.key_end(), s.tile_kv), why="key blocks this tile sees"),
-            If(name="state", cond=J > 0, then=self._load(), orelse=block.start()),
+            *(() if block.split_kv else start_o),
+            If(name="state", cond=J > 0, then=self._load_rows(), orelse=block.start_rows()),
             *block.scores(q, masked, cursor("k")),
             *block.softmax(),
             CtaSync(why="every warp is done with Q" + ("; the statistics are there" if block.split_kv else "")),
             *self._next_q(),
-            *block.product(cursor("v"), ends),
+            *block.product(cursor("v"), (*start_o, *ends)),
             If(name="last", cond=eq(J, N - 1), then=block.finish(), orelse=self._store()),
             *end,
         )
@@ -213,7 +216,7 @@ class KvOuter:
         tile = M * self.tiles.schedule.tile_q
         return {"tile": tile, "first_row": ROW0, "col": self.block.first_column, "head": H, "batch": B}
 
-    def _load(self) -> Body:
+    def _load_rows(self) -> Body:
         def row(dst: str, src: str, share: bool = False) -> LoadRow:
             return LoadRow(dst=dst, src=src, first_row=ROW0, head=H, batch=B, share=share)
 
@@ -221,7 +224,7 @@ class KvOuter:
         if not self.block.split_kv:  # OnlineSoftmax continues a sum of which each thread has its own part
             total = (row("total", "l_acc"),) if self.block.each_step else ()
             parts = (row("l_sum", "l_acc", share=True), *total)
-        return LoadAcc(dst="O", src="O_acc", **self._acc()), row("m_ref", "m_acc"), *parts
+        return row("m_ref", "m_acc"), *parts
 
     def _store(self) -> Body:
         def row(src: str, dst: str) -> StoreRow:
