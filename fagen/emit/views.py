@@ -142,12 +142,11 @@ def _global(tensor: str, s: Any, x: Scope, first: Expr | None) -> str:
 
 def _cp_async(s: st.CpAsync, x: Scope) -> tuple[str, View]:
     tile = x.kernel.smem_of(s.dst.smem)
-    return "cp_async", {
+    return ("cp_async_batch" if scarce(x.role) else "cp_async"), {
         "rows": tile.rows,
         "units": tile.cols * st.DTYPE_BYTES[tile.dtype] // 16,
         "threads": x.role.threads,
-        "thread": x.thread("threadIdx.x"),
-        "unroll": f"#pragma unroll {copy_loads(tile, x.role.threads)}" if scarce(x.role) else "#pragma unroll",
+        "batch": copy_loads(tile, x.role.threads),
         "dst": x.slot_address(s.dst),
         "src": _global(s.src, s, x, s.seq),
         "stride": f"p.{s.src}_ss",
