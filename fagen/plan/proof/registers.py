@@ -22,9 +22,34 @@ _USES: dict[type[S.Step], Callable[[Any], Uses]] = {
     S.Pack: lambda s: ((s.s,), (s.p,)),
     S.Rescale: lambda s: ((s.o, s.alpha), (s.o,)),
     S.Finalise: lambda s: ((s.o, s.m, s.l), (s.o, s.lse)),
+    S.StoreScores: lambda s: ((s.src,), ()),
+    S.StoreAcc: lambda s: ((s.src,), ()),
+    S.LoadAcc: lambda s: ((), (s.dst,)),
+    S.LoadRow: lambda s: ((), (s.dst,)),
+    S.SumRow: lambda s: ((s.src,), (s.dst,)),
+    S.CopyRow: lambda s: ((s.src,), (s.dst,)),
+    S.MulRow: lambda s: ((s.dst, s.src), (s.dst,)),
+    S.Reciprocal: lambda s: ((s.src,), (s.dst,)),
+    S.LogSumExp: lambda s: ((s.m, s.l), (s.lse,)),
+    S.RowPass: lambda s: _ROW_PASS[s.op](s.m, s.l),
+    S.StoreStats: lambda s: ((s.m, s.l), ()),
+    S.MergeStats: lambda s: ((s.m, s.l, s.part), (s.m, s.l, s.alpha, s.beta)),
+    S.StoreFrag: lambda s: ((s.src,), ()),
+    S.AddParts: lambda s: ((s.dst,), (s.dst,)),
 }
-REGISTER_STEPS = (S.LoadScales, S.Fill, S.Limits, S.Mask, S.OnlineSoftmax, S.Pack, S.Rescale, S.Finalise, S.StoreOut, S.StoreRow)
-"""Steps that touch registers and global output only: nothing another thread could see before the kernel ends."""
+_ROW_PASS: dict[str, Callable[[str, str], Uses]] = {
+    "max": lambda m, l: ((), (m,)),
+    "sum": lambda m, l: ((m,), (l,)),
+    "max_sum": lambda m, l: ((), (m, l)),
+    "normalise": lambda m, l: ((m, l), ()),
+}
+REGISTER_STEPS = (
+    *(S.LoadScales, S.Fill, S.Limits, S.Mask, S.OnlineSoftmax, S.Pack, S.Rescale, S.Finalise, S.StoreOut, S.StoreRow),
+    *(S.SumRow, S.CopyRow, S.MulRow, S.Reciprocal, S.LogSumExp, S.StoreScores, S.RowPass),
+    *(S.StoreAcc, S.LoadAcc, S.LoadRow),
+)
+"""Steps that touch registers and global memory only: outputs that no other thread reads before the kernel ends, and workspaces, of
+which `ladder` checks the order."""
 
 
 def frag_uses(step: S.Step) -> Uses:

@@ -139,14 +139,17 @@ class KvOuter:
         return tuple(step for body in out for step in body) + (*self._commit(), *there)
 
     def _next_block(self) -> Body:
-        """At the start of block j: copies that the slots just freed can take."""
+        """At the start of block j: copies that the slots just freed can take. Those of blocks further on join the group of Q(next)."""
         out: list[Body] = []
         for tensor, stages in self._stages():
             block = J + (stages - 1)
             out.append(self._copy_block(tensor, block, None if stages == 1 else block < N_ALL))
-        at_once = any(stages == 1 for _, stages in self._stages())
-        there = (*self._landed(), CtaSync(why="K(j), V(j) and Q are there")) if at_once else ()
-        return tuple(step for body in out for step in body) + (*self._commit(), *there)
+        there: Body = ()
+        if any(stages == 1 for _, stages in self._stages()):
+            there = (*self._commit(), *self._landed(), CtaSync(why="K(j), V(j) and Q are there"))
+        elif self.block.split_kv:
+            there = (CtaSync(why="the rows that the first warp stored last are there"),)
+        return tuple(step for body in out for step in body) + there
 
     def _next_q(self) -> Body:
         """The tile after m: in this block, or the first of the next one."""
@@ -193,6 +196,9 @@ class KvOuter:
         ends = self._landed("Q(next) has landed")
         load_o = LoadAcc(dst="O", src="O_acc", **self._acc())
         start_o = (If(name="state_o", cond=J > 0, then=(load_o,), orelse=(Fill(dst="O", value=0.0),)),)
+        last: Body = (If(name="last", cond=eq(J, N - 1), then=block.finish(), orelse=self._store()),)
+        if masked and not self.tiles.attention.causal:  # without a diagonal only the last block, if it is ragged, needs a mask
+            last = block.finish()
         end: Body = ()
         if not block.split_kv:
             end = (*ends, CtaSync(why="Q(next) is there; every warp is done with K(j) and V(j)"))
@@ -206,7 +212,7 @@ class KvOuter:
             CtaSync(why="every warp is done with Q" + ("; the statistics are there" if block.split_kv else "")),
             *self._next_q(),
             *block.product(cursor("v"), (*start_o, *ends)),
-            If(name="last", cond=eq(J, N - 1), then=block.finish(), orelse=self._store()),
+            *last,
             *end,
         )
 
