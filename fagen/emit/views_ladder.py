@@ -119,7 +119,7 @@ def _merge_stats(s: st.MergeStats, x: Scope) -> tuple[str, View]:
 
 
 def _store_frag(s: st.StoreFrag, x: Scope) -> tuple[str, View]:
-    tile, f = x.kernel.smem_of(s.dst.smem), x.frag(s.src)
+    tile = x.kernel.smem_of(s.dst.smem)
     assert s.dst.row is not None
     block = 16 * tile.cols * 4  # bytes of 16 rows; 8 columns of them are 512
     dst = _plus(x.slot_address(s.dst), s.dst.row * (tile.cols * 4) + s.dst.col * 64, x)

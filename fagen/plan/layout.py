@@ -80,6 +80,7 @@ def swizzle(row: int, byte: int, rows: int, width: int = 128) -> int:
     place = unit ^ (row % 8 if width == 128 else row // 2 % 4)
     return chunk * rows * width + row * width + place * 16 + rest
 
+
 def swizzle_128b(row: int, byte: int, rows: int) -> int:
     """`swizzle` of width 128."""
     return swizzle(row, byte, rows)

@@ -21,6 +21,15 @@ PART_COLUMNS = 64
 """Columns of its partial O that a split_kv warp holds at once: a 128-byte chunk of V."""
 
 
+def overhead(schedule: Schedule) -> int:
+    """Registers beyond the tiles. A split_kv warp keeps statistics of all rows, its own and the merged ones; kv_outer has a second loop
+    and the workspace's addresses."""
+    more = 32 if schedule.loop_order == "kv_outer" else 0
+    if schedule.partition == "split_kv":
+        more += 12 * (schedule.tile_q // 16)
+    return OVERHEAD[schedule.mma] + more
+
+
 def launch_registers(threads: int, registers_per_sm: int = 65536) -> int:
     """What ptxas may give every thread at launch, with one CTA an SM."""
     return min(registers_per_sm // threads // 8 * 8, 255)
@@ -37,7 +46,9 @@ def tile_registers(attention: Attention, schedule: Schedule) -> dict[str, int]:
     scores, out = rows * schedule.tile_kv // lanes, rows * attention.dv // lanes
     if schedule.softmax != "fused":  # S in one kernel, O in another
         return {"S": scores} if scores >= out else {"O": out}
-    if schedule.partition == "split_kv":  # a warp has all rows of its keys, and its columns of O; S is gone before there is a product
+    if (
+        schedule.partition == "split_kv"
+    ):  # a warp has all rows of its keys, and its columns of O; S is gone before there is a product
         assert schedule.warps is not None
         scores = schedule.tile_q * schedule.tile_kv // schedule.warps // 32
         part, p = schedule.tile_q * PART_COLUMNS // 32, scores * size // 4
@@ -56,7 +67,7 @@ def q_fits_registers(attention: Attention, schedule: Schedule) -> bool:
     assert schedule.warps is not None
     if schedule.partition == "split_kv":  # every warp would hold all rows
         return False
-    need = sum(tile_registers(attention, schedule).values()) + q_registers(attention, schedule) + OVERHEAD["mma_sync"]
+    need = sum(tile_registers(attention, schedule).values()) + q_registers(attention, schedule) + overhead(schedule)
     return need <= launch_registers(schedule.warps * 32)
 
 

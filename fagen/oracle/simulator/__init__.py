@@ -23,8 +23,8 @@ import numpy.typing as npt
 from ...attention import Attention
 from ...errors import InputError
 from ...plan import plan as make_plan
-from ...plan.steps import DTYPE_BYTES
 from ...plan.kernel import KernelLaunch, KernelPlan, Launch, Plan, Problem, scalar_env
+from ...plan.steps import DTYPE_BYTES
 from ...schedule import Schedule
 from ..blocks import problem_of
 from ..numeric import DTYPES, F32, Array

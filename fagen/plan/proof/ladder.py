@@ -147,7 +147,9 @@ def regions(run: Run) -> Iterator[Failure]:
                 again = isinstance(access.step, S.LoadAcc) and any(a.step.kind == "LoadAcc" for a in since)
                 if last_write is None or again:
                     since_when = "since it was read last" if again else ""
-                    yield Failure("stale", f"{access.step.id} reads {where}, which nothing has written {since_when}".rstrip(), run.case)
+                    yield Failure(
+                        "stale", f"{access.step.id} reads {where}, which nothing has written {since_when}".rstrip(), run.case
+                    )
             earlier = ([last_write] if last_write else []) + (since if access.write else [])
             for before in earlier:
                 if not order.before(before.end, access.start):

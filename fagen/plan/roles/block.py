@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..expr import Expr, as_expr, eq
+from ..registers import PART_COLUMNS
 from ..steps import (
     AddParts,
     Body,
@@ -43,7 +44,6 @@ from ..steps import (
     SumRow,
 )
 from ..tiles import SQ, B, H, J, M, Tiles, W
-from ..registers import PART_COLUMNS
 from .common import ROW0
 
 NEG_INF = float("-inf")

@@ -109,9 +109,7 @@ class KvOuter:
 
     def _copy(self, tensor: str, first: Expr, limit: Expr, head: Expr, cursor: str | None) -> Copy | CpAsync:
         kind = CpAsync if self.asynchronous else Copy
-        return kind(
-            name=f"load_{tensor}", src=tensor, dst=Slot(tensor.upper(), cursor), seq=first, limit=limit, head=head, batch=B
-        )
+        return kind(name=f"load_{tensor}", src=tensor, dst=Slot(tensor.upper(), cursor), seq=first, limit=limit, head=head, batch=B)
 
     def _copy_q(self, tile: Expr, limit: Expr) -> Copy | CpAsync:
         return self._copy("q", tile * self.tiles.schedule.tile_q, limit, H, None)
@@ -133,7 +131,7 @@ class KvOuter:
         out: list[Body] = [(self._copy_q(self._first_tile(as_expr(0)), SQ),)]
         for tensor, stages in self._stages():
             for i in range(stages - 1):
-                out.append(self._copy_block(tensor, as_expr(i), None if i == 0 else N_ALL > i))
+                out.append(self._copy_block(tensor, as_expr(i), None if i == 0 else as_expr(i) < N_ALL))
         ahead = all(stages > 1 for _, stages in self._stages())
         there = (*self._landed(), CtaSync(why="the first Q, K and V are there")) if ahead else ()
         return tuple(step for body in out for step in body) + (*self._commit(), *there)
@@ -166,7 +164,9 @@ class KvOuter:
         block = (
             *self._next_block(),
             Let(var="clean", value=minimum(maximum(self._first_clean(), first), M1 + 1), why="tiles from here on need no mask"),
-            Loop(var="m", first=first, last=clean - 1, step=1, segment="masked", body=self._pass(True), why="right edge of the mask"),
+            Loop(
+                var="m", first=first, last=clean - 1, step=1, segment="masked", body=self._pass(True), why="right edge of the mask"
+            ),
             Loop(var="m", first=clean, last=M1, step=1, segment="steady", body=self._pass(False)),
             *(Advance(cursor=c) for c in cursors),
         )
@@ -194,7 +194,7 @@ class KvOuter:
         q = Slot("Q", None, holds=M * s.tile_q, row=block.first_row)
         cursor = (lambda x: x) if self.asynchronous else (lambda x: None)
         ends = self._landed("Q(next) has landed")
-        load_o = LoadAcc(dst="O", src="O_acc", **self._acc())
+        load_o = LoadAcc(dst="O", src="O_acc", tile=M * s.tile_q, first_row=ROW0, col=block.first_column, head=H, batch=B)
         start_o = (If(name="state_o", cond=J > 0, then=(load_o,), orelse=(Fill(dst="O", value=0.0),)),)
         last: Body = (If(name="last", cond=eq(J, N - 1), then=block.finish(), orelse=self._store()),)
         if masked and not self.tiles.attention.causal:  # without a diagonal only the last block, if it is ragged, needs a mask
@@ -218,10 +218,6 @@ class KvOuter:
 
     # O, m and l through the workspace ---------------------------------------------------------------------------------------
 
-    def _acc(self) -> dict[str, Expr]:
-        tile = M * self.tiles.schedule.tile_q
-        return {"tile": tile, "first_row": ROW0, "col": self.block.first_column, "head": H, "batch": B}
-
     def _load_rows(self) -> Body:
         def row(dst: str, src: str, share: bool = False) -> LoadRow:
             return LoadRow(dst=dst, src=src, first_row=ROW0, head=H, batch=B, share=share)
@@ -239,4 +235,6 @@ class KvOuter:
         block = self.block
         total: Body = () if block.split_kv or block.each_step else (SumRow(dst="total", src="l_sum"),)
         rows = block.once(row("m_ref", "m_acc"), row(block.total, "l_acc"))
-        return StoreAcc(src="O", dst="O_acc", **self._acc()), *total, *rows
+        tile = M * self.tiles.schedule.tile_q
+        store_o = StoreAcc(src="O", dst="O_acc", tile=tile, first_row=ROW0, col=block.first_column, head=H, batch=B)
+        return store_o, *total, *rows

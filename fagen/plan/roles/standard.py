@@ -85,7 +85,14 @@ class Standard:
         work = (
             *load,
             Let(var="edge", value=edge, why="blocks below this one are seen whole by every row of the tile"),
-            Loop(var="j", first=as_expr(0), last=minimum(N, sym("edge")) - 1, step=1, segment="steady", body=self._qk(a_operand, False)),
+            Loop(
+                var="j",
+                first=as_expr(0),
+                last=minimum(N, sym("edge")) - 1,
+                step=1,
+                segment="steady",
+                body=self._qk(a_operand, False),
+            ),
             Loop(
                 var="j",
                 first=minimum(N, sym("edge")),
