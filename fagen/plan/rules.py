@@ -190,9 +190,10 @@ def _structure_precision(a: Attention, s: Schedule) -> Iterator[Violation]:
         return
     if s.mma != "wgmma":
         yield Violation("dtype", "dtype", f"e4m3 has no fast path on {s.mma}", ("bf16", "fp16"))
+        return
     if s.tile_kv % 32:
-        near = tuple(sorted(range(32, MAX_TILE_KV + 1, 32), key=lambda x: abs(x - s.tile_kv))[:2])
-        yield Violation("tile-kv", "tile_kv", f"{s.tile_kv} is not a multiple of 32, the depth of one e4m3 product", near)
+        legal = tuple(range(32, MAX_TILE_KV + 1, 32))
+        yield _nearest_int("tile-kv", "tile_kv", s.tile_kv, legal, "is not a multiple of 32, the depth of one e4m3 product")
     if s.roles == "uniform" and not s.v_transposed:
         message = "uniform roles have no warps to transpose an e4m3 V in the kernel"
         yield Violation("v-transposed", "v_transposed", message, (True,))
