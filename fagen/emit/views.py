@@ -9,7 +9,7 @@ from ..errors import InternalError
 from ..plan import matrix
 from ..plan import steps as st
 from ..plan.expr import Expr, as_expr, sym
-from ..plan.kernel import DESCALES, KernelPlan
+from ..plan.kernel import KernelPlan
 from ..plan.layout import ACC64, LAYOUTS
 from . import debug
 from .templates import Helpers, View, path
@@ -169,13 +169,13 @@ def _transpose_v(s: st.TransposeV, x: Scope) -> tuple[str, View]:
     }
 
 
-def _load_scales(s: st.LoadScales, x: Scope) -> tuple[str, View]:
+def _load_scale(s: st.LoadScale, x: Scope) -> tuple[str, View]:
     def descale(name: str) -> str:
         at = x.c(s.batch * sym(f"{name}_sb") + s.head * sym(f"{name}_sh"))
         return f"descale(p.{name}, {at}, p.{name}_value)"
 
-    q, k, v = (descale(n) for n in DESCALES)
-    return "load_scales", {"scores": s.scores, "out": s.out, "q": q, "k": k, "v": v}
+    constant = [] if s.constant == 1 else ["SCALE_LOG2"]
+    return "load_scale", {"var": s.var, "product": " * ".join([*constant, *map(descale, s.factors)])}
 
 
 def _store_out(s: st.StoreOut, x: Scope) -> tuple[str, View]:
@@ -392,7 +392,7 @@ _VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {
     st.CpWait: lambda s, x: ("cp_wait", {"pending": s.pending}),
     st.LoadFrag: _load_frag,
     st.TransposeV: _transpose_v,
-    st.LoadScales: _load_scales,
+    st.LoadScale: _load_scale,
     st.StoreOut: _store_out,
     st.StoreRow: _store_row,
     st.ClaimTile: _claim,

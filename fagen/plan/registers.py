@@ -11,7 +11,8 @@ from .steps import DTYPE_BYTES
 WARPGROUP_REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
 
 # With V transposed in the kernel, the other three warps of the producer's warpgroup hold a strip of V in registers.
-TRANSPOSER_REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160), 4: (24, 112)}
+TRANSPOSER_REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160), 4: (32, 104)}
+TRANSPOSER_NEEDS = 32
 
 OVERHEAD = {"wgmma": 24, "mma_sync": 56}
 """Registers beyond the tiles: row statistics, addresses, cursors, loop state. Calibrated by compiling the tile sizes at the border."""

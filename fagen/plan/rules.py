@@ -263,7 +263,7 @@ def resources(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
         message = f"Q, {s.stages_k} K and {s.stages_v} V tiles and barriers need {need} bytes of shared memory, {t.arch} has {t.smem_bytes}"
         fitting = _fitting(attention, s, lambda x: tile_bytes(attention, x) + BARRIER_BYTES <= t.smem_bytes)
         yield Violation("smem", "tile_kv", message, fitting)
-    yield from _register_pool(s, t.registers_per_sm)
+    yield from _register_pool(attention, s, t.registers_per_sm)
     parts = registers.tile_registers(attention, s)
     have, spare = registers.compute_registers(attention, s), registers.OVERHEAD[s.mma]
     if sum(parts.values()) + spare > have:
@@ -276,7 +276,7 @@ def resources(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
         yield Violation("registers", "tile_kv", message, _fitting(attention, s, fits))
 
 
-def _register_pool(s: Schedule, pool: int) -> Iterator[Violation]:
+def _register_pool(a: Attention, s: Schedule, pool: int) -> Iterator[Violation]:
     """setmaxnreg moves registers inside what the CTA was launched with; it waits for ever for more."""
     if s.roles != "producer" or s.registers is None:
         return
@@ -289,6 +289,9 @@ def _register_pool(s: Schedule, pool: int) -> Iterator[Violation]:
         best = (launched // 128 - producer) // s.consumers // 8 * 8
         message = f"128·({producer} + {s.consumers}·{consumer}) = {need} registers exceed the {launched} the CTA is launched with"
         yield Violation("register-pool", "registers", message, ((producer, best), registers.WARPGROUP_REGISTERS[s.consumers]))
+    if registers.transposes(a, s) and producer < registers.TRANSPOSER_NEEDS:
+        message = f"{producer} for the producer's warpgroup, whose warps need {registers.TRANSPOSER_NEEDS} to transpose V"
+        yield Violation("registers", "registers", message, (registers.TRANSPOSER_REGISTERS[s.consumers],))
     if consumer < producer:
         yield Violation(
             "registers",

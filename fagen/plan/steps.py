@@ -323,13 +323,14 @@ class TransposeV(Step):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadScales(Step):
-    """`scores` = softmax scale · log2 e · q_descale · k_descale and `out` = v_descale of this batch and KV head: two float scalars.
+class LoadScale(Step):
+    """float `var` = `constant` · the descales `factors` of this batch and KV head.
 
     Descales are (batch, KV heads) float32 arrays with any strides, or one number each."""
 
-    scores: str
-    out: str
+    var: str
+    constant: float
+    factors: tuple[str, ...]
     head: Expr
     batch: Expr
 
@@ -485,7 +486,7 @@ class OnlineSoftmax(Step):
     """One block of the online softmax (FlashAttention-2, algorithm 1), in units of log2 with `scale_log2` = softmax scale · log2 e:
     m' = max(m, rowmax(s)·scale_log2); alpha = 2^(m − m'); s = 2^(s·scale_log2 − m'); l = l·alpha + the thread's own part of rowsum(s); m = m'.
     A row that has seen no key yet keeps m = −inf, alpha = 0, s = 0. `first`: nothing came before, so alpha is not needed (l = rowsum).
-    `scale`: the scalar of a LoadScales instead of the constant. `offset`: exponentials and l are 2^offset times larger, so that P
+    `scale`: the scalar of a LoadScale instead of the constant. `offset`: exponentials and l are 2^offset times larger, so that P
     fills the range of e4m3."""
 
     s: str
@@ -519,7 +520,7 @@ class Rescale(Step):
 class Finalise(Step):
     """Sum l over the quad; o[r, :] *= 1 / l[r] (0 where l is 0); lse[r] = (m − offset)·ln 2 + ln l (−inf where l is 0).
 
-    `scale`: a scalar of LoadScales that multiplies o as well. `offset`: as in OnlineSoftmax, undone here for lse."""
+    `scale`: the scalar of a LoadScale that multiplies o as well. `offset`: as in OnlineSoftmax, undone here for lse."""
 
     o: str
     m: str

@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from ...plan import steps as st
 from ...plan.expr import Expr, as_expr
-from ...plan.kernel import DESCALES
 from ..numeric import F32, Array, rounded
 from .machine import GlobalMemory, MBarrier, NamedBarrier, SharedSlot, SimulatedFault, Transfer
 from .registers import Product, Register, SharedOperand, multiply
@@ -196,10 +195,11 @@ class Instance:
         strips = np.arange(turned.data.shape[0]) // 16 % self.role.count == self.index
         turned.write(raw.data.T, np.broadcast_to(strips[:, None], turned.data.shape), generic=self.name)
 
-    def load_scales(self, step: st.LoadScales) -> None:
-        q, k, v = (self.cta.memory.descale(name, self.value(step.batch), self.value(step.head)) for name in DESCALES)
-        self.scalars[step.scores] = q * k
-        self.scalars[step.out] = v
+    def load_scale(self, step: st.LoadScale) -> None:
+        place = (self.value(step.batch), self.value(step.head))
+        self.scalars[step.var] = np.float32(step.constant)
+        for name in step.factors:
+            self.scalars[step.var] *= self.cta.memory.descale(name, *place)
 
     def load_frag(self, step: st.LoadFrag) -> None:
         dst = self.registers[step.dst]
@@ -329,9 +329,7 @@ class Instance:
 
     def online_softmax(self, step: st.OnlineSoftmax) -> None:
         s, m, l, alpha = (self.registers[x] for x in (step.s, step.m, step.l, step.alpha))
-        scale = np.float32(step.scale_log2)
-        if step.scale is not None:
-            scale *= self.scalars[step.scale]
+        scale = np.float32(step.scale_log2) if step.scale is None else self.scalars[step.scale]
         highest = s.value.max(axis=1, keepdims=True) * scale
         new = highest if step.first else np.maximum(m.value, highest)
         reference = np.where(np.isneginf(new), np.float32(0), new)  # a row without a key yet: 2^(−inf − 0) = 0
@@ -379,7 +377,7 @@ def _share(shape: tuple[int, int], size: int, threads: int, warps: int, index: i
 _PRIVATE = frozenset(
     (
         *(st.Let, st.Var, st.Set, st.Advance, st.CpCommit, st.StoreOut, st.StoreRow, st.Fill, st.Limits, st.Mask),
-        *(st.OnlineSoftmax, st.Pack, st.Rescale, st.Finalise, st.LoadScales),
+        *(st.OnlineSoftmax, st.Pack, st.Rescale, st.Finalise, st.LoadScale),
     )
 )
 """Steps that no other role can notice, so nobody needs to come in before them."""
@@ -394,7 +392,7 @@ _ACTIONS: dict[type[st.Step], Callable[[Instance, Any], Blocked | None]] = {
     st.CpWait: Instance.cp_wait,
     st.LoadFrag: Instance.load_frag,
     st.TransposeV: Instance.transpose_v,
-    st.LoadScales: Instance.load_scales,
+    st.LoadScale: Instance.load_scale,
     st.StoreOut: Instance.store_out,
     st.StoreRow: Instance.store_row,
     st.ClaimTile: Instance.claim_tile,

@@ -14,7 +14,7 @@ _USES: dict[type[S.Step], Callable[[Any], Uses]] = {
     S.LoadFrag: lambda s: ((), (s.dst,)),
     S.StoreOut: lambda s: ((s.src,), ()),
     S.StoreRow: lambda s: ((s.src,), ()),
-    S.LoadScales: lambda s: ((), ()),
+    S.LoadScale: lambda s: ((), ()),
     S.Fill: lambda s: ((), (s.dst,)),
     S.Limits: lambda s: ((), (s.dst,)),
     S.Mask: lambda s: ((s.s, s.limits), (s.s,)),
@@ -23,7 +23,7 @@ _USES: dict[type[S.Step], Callable[[Any], Uses]] = {
     S.Rescale: lambda s: ((s.o, s.alpha), (s.o,)),
     S.Finalise: lambda s: ((s.o, s.m, s.l), (s.o, s.lse)),
 }
-REGISTER_STEPS = (S.LoadScales, S.Fill, S.Limits, S.Mask, S.OnlineSoftmax, S.Pack, S.Rescale, S.Finalise, S.StoreOut, S.StoreRow)
+REGISTER_STEPS = (S.LoadScale, S.Fill, S.Limits, S.Mask, S.OnlineSoftmax, S.Pack, S.Rescale, S.Finalise, S.StoreOut, S.StoreRow)
 """Steps that touch registers and global output only: nothing another thread could see before the kernel ends."""
 
 
