@@ -153,7 +153,8 @@ def _transpose_v(s: st.TransposeV, x: Scope) -> tuple[str, View]:
     unit = sym("strip") % (raw.chunk_bytes // 16)
     place = unit ^ (lane % 8 if raw.chunk_bytes == 128 else lane // 2 % 4)
     source = sym("strip") // (raw.chunk_bytes // 16) * (raw.rows * raw.chunk_bytes) + lane * raw.chunk_bytes + place * 16
-    most = {32: 1, 40: 2}.get(x.role.registers or 0, 4)  # four registers each, beside a score of addresses
+    spare = (x.role.registers or 0) - 32  # four registers each, beside a score of addresses
+    most = 4 if spare >= 24 else 2 if spare >= 8 and turned.cols < 256 else 1
     batch = max(n for n in range(1, most + 1) if turned.cols // 32 % n == 0)
     return "transpose_v", {
         "src": x.slot_address(s.src),
