@@ -7,6 +7,7 @@ can take, a legal schedule that takes it, or its place in the list of what no ke
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from typing import Any
 
 import pytest
@@ -58,8 +59,8 @@ def warps(n: int) -> Changes:
 
 
 WGMMA: Changes = {
-    **{"arch": "sm_90a", "mma": "wgmma", "movement": "tma", "warps": None, "consumers": 2, "tile_q": 128, "tile_kv": 64},
-    **{"stages": 1, "overlap": "none", "roles": "uniform"},
+    "arch": "sm_90a", "mma": "wgmma", "movement": "tma", "warps": None, "consumers": 2, "tile_q": 128, "tile_kv": 64,
+    "stages": 1, "overlap": "none", "roles": "uniform",
 }
 """From an mma_sync schedule to a wgmma one: what is tied together."""
 
@@ -232,7 +233,7 @@ def test_every_field_is_documented() -> None:
         (body,) = (n.body for n in ast.parse(inspect.getsource(kind)).body if isinstance(n, ast.ClassDef))
         documented = {
             a.target.id
-            for a, b in zip(body, body[1:])
+            for a, b in itertools.pairwise(body)
             if isinstance(a, ast.AnnAssign) and isinstance(a.target, ast.Name) and isinstance(b, ast.Expr)
         }
         assert documented == {f.name for f in dataclasses.fields(kind)}
