@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numbers
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from .attention import Attention
 from .errors import InputError
@@ -17,6 +17,15 @@ from .plan.kernel import DESCALES
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+
+class Descales(TypedDict, total=False):
+    """Keyword arguments of the oracle's functions: numbers, or NumPy float32 arrays (batch, kv_heads)."""
+
+    q_descale: Any
+    k_descale: Any
+    v_descale: Any
+
 
 LARGEST = 3.4028234663852886e38
 """Of float32."""
@@ -72,3 +81,19 @@ def as_array(name: str, array: npt.NDArray[Any], shape: tuple[int, int]) -> npt.
 
 def wrong_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> InputError:
     return InputError(name, f"has shape {tuple(shape)}; expected {expected} (batch, kv_heads), or one number")
+
+
+def as_arrays(attention: Attention, given: Descales, shape: tuple[int, int]) -> dict[str, npt.NDArray[np.float32]]:
+    """Every descale that is given, as an array of that shape; InputError as `as_number` and `as_array`."""
+    import numpy as np
+
+    values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    unknown = set(values) - set(DESCALES)
+    if unknown:
+        raise TypeError(f"no descale is called {', '.join(sorted(unknown))}; there are {', '.join(DESCALES)}")
+    refuse_unless_8_bit(attention, values)
+    arrays = {}
+    for name, value in values.items():
+        number = as_number(name, value)
+        arrays[name] = as_array(name, np.asarray(value), shape) if number is None else np.full(shape, number, np.float32)
+    return arrays

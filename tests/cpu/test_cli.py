@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -236,7 +237,14 @@ def test_variants_cover_the_grid_and_respect_settings() -> None:
     assert [c.variant for c in chosen].count(None) == 1
     assert {c.attention.mask for c in select(["fa2"], causal=True, variants=True)} == {"causal"}
     assert len(select(["fa2"], ["head_dim=64", "dtype=fp16"], variants=True)) == 2
-    assert {v["dtype"] for v in variants_of(Attention(head_dim=64, dtype="e4m3"))} == {"e4m3"}
+    fp8 = Attention(head_dim=64, dtype="e4m3")
+    assert {v["out_dtype"] for v in variants_of(fp8.replace(out_dtype="fp16"))} == {"bf16", "fp16"}
+    assert fp8 in [fp8.replace(**v) for v in variants_of(fp8)]
+    chosen = select(["fa3_fp8"], variants=True)
+    assert len(chosen) == 12 and [c.variant for c in chosen].count(None) == 1
+    assert {(c.attention.head_dim, c.attention.dtype, c.attention.out_dtype, c.attention.mask) for c in chosen} == set(
+        product((64, 128, 256), ("e4m3",), ("bf16", "fp16"), ("full", "causal"))
+    )
     with pytest.raises(InputError, match="two of the schedules"):
         select(["fa2", str(ROOT / "schedules" / "fa2.py")])
 
