@@ -358,6 +358,26 @@ def _online_softmax(s: st.OnlineSoftmax, x: Scope) -> tuple[str, View]:
     return "online_softmax", values | {"parts": x.zipped(s=s.s, m=s.m, l=s.l, alpha=s.alpha)}
 
 
+STALE_LIMIT = {"bf16": "65536.f", "fp16": "65504.f"}
+"""Row sums above which a value might not fit P's type (fp16), or its precision might suffer (bf16 has the range of float32)."""
+
+
+def _stale_softmax(s: st.StaleSoftmax, x: Scope) -> tuple[str, View]:
+    dtype = x.frag(s.e).dtype
+    values: View = {
+        "parts": x.zipped(e=s.e, s=s.s, m=s.m, part=s.part),
+        "fits": s.fits,
+        "scale": s.scale or "SCALE_LOG2",
+        "shift": f"    reference[r] -= {s.offset}.f;\n" if s.offset else "",
+    }
+    if dtype == "e4m3":
+        x.helpers.need("ptx/cvt_pack_e4m3")
+        if x.frag(s.e).layout != "a64_e4m3perm":
+            raise InternalError("a stale reference with a V given transposed has no template")
+        return "stale_softmax_e4m3", values
+    return "stale_softmax", values | {"pack": _pack_function(dtype, x), "limit": STALE_LIMIT[dtype]}
+
+
 def _pack(s: st.Pack, x: Scope) -> tuple[str, View]:
     p = x.frag(s.p)
     if p.dtype == "e4m3":
@@ -413,6 +433,10 @@ _VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {
     st.Limits: _limits,
     st.Mask: _mask,
     st.OnlineSoftmax: _online_softmax,
+    st.StaleSoftmax: _stale_softmax,
+    st.AddSums: lambda s, x: ("add_sums", {"parts": x.zipped(l=s.l, part=s.part)}),
+    st.Move: lambda s, x: ("move", {"parts": x.zipped(dst=s.dst, src=s.src)}),
+    st.Vote: lambda s, x: ("vote", {"unless": s.unless}),
     st.Pack: _pack,
     st.Rescale: _rescale,
     st.Finalise: _finalise,

@@ -32,7 +32,8 @@ def tile_registers(attention: Attention, schedule: Schedule) -> dict[str, int]:
         assert schedule.warps is not None
         rows, lanes = schedule.tile_q // schedule.warps, 32
     scores = rows * schedule.tile_kv // lanes
-    return {"S": scores, "P": scores * size // 4, "O": rows * attention.dv // lanes}
+    early = {"E": scores * size // 4} if schedule.reference == "stale" else {}  # P of the next block, while this one's is in use
+    return {"S": scores, "P": scores * size // 4, **early, "O": rows * attention.dv // lanes}
 
 
 def q_registers(attention: Attention, schedule: Schedule) -> int:

@@ -54,7 +54,6 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "p_operand": ("shared",),
     "softmax": ("three_pass", "two_pass"),
     "normalise": ("each_step",),
-    "reference": ("stale",),
     "scale_granularity": ("tensor", "head", "block"),
     "hadamard": (True,),
 }
@@ -218,6 +217,11 @@ def _structure_wgmma(s: Schedule) -> Iterator[Violation]:
         yield Violation(
             "overlap", "overlap", f"{s.overlap!r} takes turns between at least 2 consumers, there is 1", ("none", "within")
         )
+    if s.reference == "stale" and s.overlap not in ("within", "both"):
+        message = (
+            f"a stale reference saves time where the softmax runs under the warpgroup's own product, not with overlap {s.overlap!r}"
+        )
+        yield Violation("reference", "reference", message, ("running",))
     if s.parallelism == "batch_heads":
         legal = ("query_tiles", "persistent_static", "persistent_dynamic")
         yield Violation("parallelism", "parallelism", "'batch_heads' is for mma_sync kernels", legal)
@@ -243,7 +247,7 @@ def _structure_mma_sync(a: Attention, s: Schedule) -> Iterator[Violation]:
             f"gives {s.tile_kv * a.head_dim // 8} copies of 16 bytes a block, which {32 * s.warps} threads cannot share evenly"
         )
         yield _nearest_int("tile-kv", "tile_kv", s.tile_kv, tuple(range(step, MAX_TILE_KV + 1, step)), message)
-    for field, legal in (("roles", "uniform"), ("overlap", "none")):
+    for field, legal in (("roles", "uniform"), ("overlap", "none"), ("reference", "running")):
         if getattr(s, field) != legal:
             yield Violation(field, field, f"{getattr(s, field)!r} needs wgmma; mma.sync is synchronous", (legal,))
     if s.registers is not None:

@@ -232,6 +232,18 @@ class Elected(Step):
     body: Body
 
 
+@dataclass(frozen=True, kw_only=True)
+class Vote(Step):
+    """`then` in the warps of which a lane's `unless` (the outcome of a StaleSoftmax) is false, else `orelse`.
+
+    Both hold register steps and MmaWait only, with the same waits on both sides, so that threads part over data alone. Such a
+    branch is also what ptxas moves no code across: the exponentials before it stay before the wait inside it."""
+
+    unless: str
+    then: Body
+    orelse: Body
+
+
 # copies -----------------------------------------------------------------------------------------------------------------
 
 
@@ -500,6 +512,40 @@ class OnlineSoftmax(Step):
 
 
 @dataclass(frozen=True, kw_only=True)
+class StaleSoftmax(Step):
+    """Exponentials against the reference of earlier blocks, which need not be the row's maximum so far, only not far below it:
+    e = 2^(s·scale − m + offset) rounded to e's dtype, in P's layout; part = the thread's own part of their row sums; s stays.
+
+    `fits` is true in threads whose values are all in range: the sum (of positive numbers) is below `limit`, or for e4m3 no byte
+    is saturated. NaN and infinities do not fit, so a row without a reference goes to the exact step by itself."""
+
+    e: str
+    s: str
+    m: str
+    part: str
+    fits: str
+    scale_log2: float
+    scale: str | None = None
+    offset: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddSums(Step):
+    """l += part."""
+
+    l: str
+    part: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move(Step):
+    """dst = src, register by register, not before this place: dst was the operand of a product until now."""
+
+    dst: str
+    src: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Pack(Step):
     """p = s rounded to p's dtype (e4m3: saturating), in p's layout: a16, a64 of 16-bit types and a64_e4m3perm move no data between
     threads; a64 of e4m3 exchanges within each quad."""
@@ -558,7 +604,7 @@ def bodies(step: Step) -> tuple[tuple[str, Body], ...]:
     """The nested bodies of a step, with the name of the field that holds each."""
     if isinstance(step, (Loop, Forever, Elected)):
         return (("body", step.body),)
-    if isinstance(step, If):
+    if isinstance(step, (If, Vote)):
         return (("then", step.then), ("orelse", step.orelse))
     return ()
 

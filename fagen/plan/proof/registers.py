@@ -20,10 +20,27 @@ _USES: dict[type[S.Step], Callable[[Any], Uses]] = {
     S.Mask: lambda s: ((s.s, s.limits), (s.s,)),
     S.OnlineSoftmax: lambda s: ((s.s,), (s.s, s.m, s.l)) if s.first else ((s.s, s.m, s.l), (s.s, s.m, s.l, s.alpha)),
     S.Pack: lambda s: ((s.s,), (s.p,)),
+    S.StaleSoftmax: lambda s: ((s.s, s.m), (s.e, s.part)),
+    S.AddSums: lambda s: ((s.l, s.part), (s.l,)),
+    S.Move: lambda s: ((s.src,), (s.dst,)),
     S.Rescale: lambda s: ((s.o, s.alpha), (s.o,)),
     S.Finalise: lambda s: ((s.o, s.m, s.l), (s.o, s.lse)),
 }
-REGISTER_STEPS = (S.LoadScale, S.Fill, S.Limits, S.Mask, S.OnlineSoftmax, S.Pack, S.Rescale, S.Finalise, S.StoreOut, S.StoreRow)
+REGISTER_STEPS = (
+    S.LoadScale,
+    S.Fill,
+    S.Limits,
+    S.Mask,
+    S.OnlineSoftmax,
+    S.StaleSoftmax,
+    S.AddSums,
+    S.Move,
+    S.Pack,
+    S.Rescale,
+    S.Finalise,
+    S.StoreOut,
+    S.StoreRow,
+)
 """Steps that touch registers and global output only: nothing another thread could see before the kernel ends."""
 
 
