@@ -5,6 +5,8 @@ Each says where the report is (FA: Dao-AILab/flash-attention), and has an answer
 
 from __future__ import annotations
 
+from itertools import product
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -50,8 +52,7 @@ def test_f01_reference(sq, sk, dtype):
     assert_empty_rows(out, lse, v, sq, sk, dtype)
 
 
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("name, dtype", [*product(KERNELS, ("bf16", "fp16")), ("fa3_fp8", "e4m3")])
 @pytest.mark.parametrize("sq, sk", EMPTY_ROWS)
 def test_f01_kernels(name, sq, sk, dtype):
     q, k, v = f01_inputs(sq, sk, dtype)
@@ -116,10 +117,10 @@ def test_f05(name):
 HEAD_DIMS = (40, 63, 64, 72, 80, 96, 104, 112, 128, 160, 192, 224, 256)
 
 
-def f07_inputs(d, dv):
+def f07_inputs(d, dv, dtype="bf16"):
     k = np.stack([np.full((1, d), 0.125), np.full((1, d), -0.125)])[None]
     v = np.stack([np.ones((1, dv)), np.zeros((1, dv))])[None]
-    return tuple(x.astype(ml_dtypes.bfloat16) for x in (np.ones((1, 1, 1, d)), k, v))
+    return tuple(cast(x.astype(np.float32), dtype) for x in (np.ones((1, 1, 1, d)), k, v))
 
 
 @pytest.mark.parametrize("d, dv", [*((d, d) for d in HEAD_DIMS), (192, 128), (40, 64)])
@@ -132,16 +133,16 @@ def test_f07_reference(d, dv):
         assert abs(out[0, 0, 0, 0] - 1 / (1 + np.exp(-0.25 * d / padded**0.5))) > 0.03, "the defect would show"
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", [*KERNELS, "fa3_fp8"])
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_f07_kernels(name, d):
     a, s = load(name, head_dim=d)
-    q, k, v = f07_inputs(d, d)
+    q, k, v = f07_inputs(d, d, a.dtype)
     out, _ = simulate(a, s, q, k, v)
     np.testing.assert_allclose(out.astype(float), 1 / (1 + np.exp(-0.25 * d**0.5)), rtol=2**-7)
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", [*KERNELS, "fa3_fp8"])
 @pytest.mark.parametrize("d, dv", [*((d, None) for d in HEAD_DIMS if d not in (64, 128, 256)), (128, 64), (64, 40)])
 def test_f07_refused(name, d, dv):
     """Before anything is compiled or run, naming the field and what is legal."""
