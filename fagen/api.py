@@ -10,6 +10,7 @@ import numpy.typing as npt
 from . import oracle
 from .attention import Attention
 from .compile import build
+from .descales import Descales
 from .emit import emit
 from .launch import Kernel
 from .plan import plan
@@ -32,23 +33,40 @@ def compile(attention: Attention, schedule: Schedule, *, debug: bool = False, al
     return Kernel(built.plan, built.source.text, built.cubin, built.report)
 
 
-def simulate(attention: Attention, schedule: Schedule, q: Array, k: Array, v: Array, *, seed: int = 0) -> tuple[Array, Array]:
+def simulate(
+    attention: Attention,
+    schedule: Schedule,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+    seed: int = 0,
+) -> tuple[Array, Array]:
     """What the kernel of this pair computes, step by step on the CPU: for tests and for reading, not for speed.
 
-    q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, head_dim_v): NumPy
-    arrays of the attention's dtype (of ml_dtypes for bf16). Returns out (batch, seqlen_q, heads, head_dim_v) and lse
+    q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, head_dim_v), or
+    (batch, kv_heads, head_dim_v, seqlen_k) where the schedule says v_transposed: NumPy arrays of the attention's dtype (of ml_dtypes
+    for bf16 and e4m3). Descales (e4m3): numbers or float32 arrays (batch, kv_heads); None: 1. Returns out (batch, seqlen_q, heads, head_dim_v) and lse
     (batch, heads, seqlen_q), float32. `seed` chooses the order in which warps and copies get their turns; a right kernel gives the
     same bits for every one. A 128 × 128 tile takes about 1 ms.
 
     Raises ScheduleError, InputError naming the tensor, LaunchError for a plan that hangs or breaks a rule of the hardware.
     """
-    return oracle.simulate(attention, schedule, np.asarray(q), np.asarray(k), np.asarray(v), seed=seed)
+    q, k, v = (np.asarray(x) for x in (q, k, v))
+    descales: Descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    return oracle.simulate(attention, schedule, q, k, v, seed=seed, **descales)
 
 
-def reference(attention: Attention, q: Array, k: Array, v: Array) -> tuple[Array, Array]:
+def reference(
+    attention: Attention, q: Array, k: Array, v: Array, *, q_descale: Any = None, k_descale: Any = None, v_descale: Any = None
+) -> tuple[Array, Array]:
     """softmax(scale · Q Kᵀ + mask) V in float64, on the inputs as they are.
 
-    Shapes as in `simulate`, any real dtype. Returns out (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q), the
+    Shapes and descales as in `simulate`, v never transposed, any real dtype. Returns out (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q), the
     natural logarithm; a row that sees no key has out 0 and lse −inf. Raises InputError naming the tensor.
     """
-    return oracle.reference(attention, np.asarray(q), np.asarray(k), np.asarray(v))
+    descales: Descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
+    return oracle.reference(attention, np.asarray(q), np.asarray(k), np.asarray(v), **descales)

@@ -1,7 +1,8 @@
-"""A call bound to shapes, strides and a device: the argument buffers of its kernels, of which a launch rewrites the pointers only.
+"""A call bound to shapes, strides and a device: the argument buffers of its kernels, of which a launch rewrites the pointers
+and the descales that are numbers.
 
 The arguments of a kernel, in order: a CUtensorMap (128 bytes, aligned to 64) per recipe in `KernelPlan.maps`, then one struct
-Params by value: 8-byte pointers in the order of `KernelPlan.pointers`, then the scalars (i64 before i32), naturally aligned.
+Params by value: 8-byte pointers in the order of `KernelPlan.pointers`, then the scalars (i64 before 32-bit ones), naturally aligned.
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ from operator import itemgetter
 from . import driver
 from .errors import InputError, InternalError
 from .interop.arrays import check_pointers, output_shapes
-from .plan.kernel import KernelLaunch, KernelPlan, Launch, Plan, TensorMap
+from .plan.kernel import DESCALES, KernelLaunch, KernelPlan, Launch, Plan, TensorMap
 from .workspace import Request, Workspaces
 
 TENSORS = ("q", "k", "v", "out", "lse")
 MAX_ENCODED = 256
 """Encoded tensor maps that each place in an argument buffer remembers; then the least recently used goes."""
 
-_FORMATS = {"i64": "q", "i32": "i"}
+ONES: tuple[float, ...] = (1.0, 1.0, 1.0)
+"""DESCALES that were not given, or are arrays."""
+
+_FORMATS = {"i64": "q", "i32": "i", "f32": "f"}
+_FLOAT = struct.Struct("=f")
 
 
 class MapSlot:
@@ -64,8 +69,8 @@ class KernelArguments:
 
     def __init__(self, kernel: KernelPlan, launch: KernelLaunch, names: tuple[str, ...]):
         kinds = [p.ctype for p in kernel.params]
-        if kinds != sorted(kinds, reverse=True):
-            raise InternalError(f"kernel {kernel.name}: i64 parameters must stand before i32 ones, got {kinds}")
+        if "i64" in kinds[kinds.count("i64") :]:
+            raise InternalError(f"kernel {kernel.name}: i64 parameters must stand before 32-bit ones, got {kinds}")
         missing = [n for n in kernel.pointers if n not in names]
         if missing:
             raise InternalError(f"kernel {kernel.name}: no value for the pointers {missing}; known: {names}")
@@ -85,14 +90,26 @@ class KernelArguments:
         self._memory, self._pack = memory, pointers.pack_into
         self._maps = [MapSlot(m, memory[i : i + size]) for m, i in zip(launch.maps, places)]
         self._pick = picker([names.index(n) for n in kernel.pointers])
-        scalars.pack_into(memory, self._offset + pointers.size, *launch.scalars)
+        first = self._offset + pointers.size
+        scalars.pack_into(memory, first, *launch.scalars)
+        self._numbers = ONES
+        """What the DESCALES in the buffer are."""
+        self._number_places = [
+            (first + struct.calcsize("=" + "".join(_FORMATS[c] for c in kinds[:i])), DESCALES.index(p.name.removesuffix("_value")))
+            for i, p in enumerate(kernel.params)
+            if p.ctype == "f32"
+        ]
 
-    def write(self, values: tuple[int, ...]) -> None:
-        """The pointers, and the tensor maps of tensors that moved since the last time."""
+    def write(self, values: tuple[int, ...], numbers: tuple[float, ...] = ONES) -> None:
+        """The pointers, the tensor maps of tensors that moved since the last time, and DESCALES given as other numbers than then."""
         for slot in self._maps:
             if values[slot.index] != slot.address:
                 slot.write(values[slot.index])
         self._pack(self._memory, self._offset, *self._pick(values))
+        if numbers != self._numbers:
+            for place, index in self._number_places:
+                _FLOAT.pack_into(self._memory, place, numbers[index])
+            self._numbers = numbers
 
 
 def picker(indices: list[int]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
@@ -120,13 +137,18 @@ class BoundCall:
         self._requests: tuple[Request, ...] = tuple(w for w in launch.workspaces if w[0] != "debug")
         self._debug = (debug,) if debug else ()
         self._no_keys = launch.problem.sk == 0
-        names = TENSORS + tuple(w[0] for w in self._requests) + (("debug",) if debug else ())
+        self._scaled = plan.attention.dtype == "e4m3"
+        scales = DESCALES if self._scaled else ()
+        names = TENSORS + scales + tuple(w[0] for w in self._requests) + (("debug",) if debug else ())
         arguments = [KernelArguments(kernel, bound, names) for kernel, bound in zip(plan.kernels, launch.kernels)]
         self._kernels = list(zip(functions, arguments))
         self._lock = threading.Lock()  # the argument buffers are shared by all callers
 
-    def run(self, addresses: tuple[int, ...], stream: int) -> None:
-        """Launch on a stream of this device. `addresses` in device memory of q, k, v, out, lse; of k and v any without keys.
+    def run(
+        self, addresses: tuple[int, ...], stream: int, scales: tuple[int, ...] = (0, 0, 0), numbers: tuple[float, ...] = ONES
+    ) -> None:
+        """Launch on a stream of this device. `addresses` in device memory of q, k, v, out, lse; of k and v any without keys. For e4m3
+        `scales`: addresses of the DESCALES that are arrays, 0 of the others, which are `numbers`.
 
         InputError: an address is misaligned, or the driver cannot describe a tensor to TMA.
         """
@@ -135,20 +157,23 @@ class BoundCall:
             check_pointers(q=q, k=k, v=v, out=out, lse=lse)
         if self._no_keys:
             addresses = (q, out, out, out, lse)  # k and v are never read, but TMA descriptors need a valid address
+        if self._scaled:
+            check_pointers(**dict(zip(DESCALES, scales)))
+            addresses += scales
         if driver.current_context() == self._context:
-            self._run(addresses, stream)
+            self._run(addresses, numbers, stream)
             return
         driver.push_context(self._context)
         try:
-            self._run(addresses, stream)
+            self._run(addresses, numbers, stream)
         finally:
             driver.pop_context()
 
-    def _run(self, values: tuple[int, ...], stream: int) -> None:
+    def _run(self, values: tuple[int, ...], numbers: tuple[float, ...], stream: int) -> None:
         if self._pool is not None:
             values += self._pool.pointers(self._requests, stream)
         values += self._debug
         with self._lock:
             for function, a in self._kernels:
-                a.write(values)
+                a.write(values, numbers)
                 driver.launch(function, a.grid, a.block, a.smem_bytes, stream, a.params)

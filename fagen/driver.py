@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from .errors import LaunchError
+from .errors import InternalError, LaunchError
 
 LEGACY_STREAM = 1
 """CU_STREAM_LEGACY; handle 0 means the same stream."""
@@ -332,24 +332,30 @@ def launch(function: int, grid: int, block: int, smem_bytes: int, stream: int, p
 
 
 TENSOR_MAP_BYTES = 128
-_TENSOR_MAP_TYPES = {"bf16": "BFLOAT16", "fp16": "FLOAT16", "e4m3": "UINT8"}  # e4m3 has no type of its own: the bits move unchanged
+_TENSOR_MAP_TYPES = {"bf16": ("BFLOAT16", 2), "fp16": ("FLOAT16", 2), "e4m3": ("UINT8", 1)}
+"""CUtensorMapDataType and bytes; e4m3 has no type of its own: the bits move unchanged."""
 
 
 class TensorMapEncoder:
     """Encodes CUtensorMaps that differ in the address only. `dims` in elements, innermost first; `strides` in bytes, of all dims
-    but the innermost; `box` in elements. 128-byte swizzle, 256-byte L2 promotion, out-of-bounds elements read as 0."""
+    but the innermost; `box` in elements, its rows 64 or 128 bytes long, with the swizzle of that width. 256-byte L2 promotion;
+    out-of-bounds elements read as 0."""
 
     def __init__(self, dtype: str, dims: Sequence[int], strides: Sequence[int], box: Sequence[int]):
         d = api()
         u64, u32 = d.cuuint64_t, d.cuuint32_t
-        self._before = (getattr(d.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{_TENSOR_MAP_TYPES[dtype]}"), len(dims))
+        kind, size = _TENSOR_MAP_TYPES[dtype]
+        width = box[0] * size
+        if width not in (64, 128):
+            raise InternalError(f"a tensor map's box has rows of {width} bytes; the tiles in shared memory have 64 or 128")
+        self._before = (getattr(d.CUtensorMapDataType, f"CU_TENSOR_MAP_DATA_TYPE_{kind}"), len(dims))
         self._after = (
             [u64(x) for x in dims],
             [u64(x) for x in strides],
             [u32(x) for x in box],
             [u32(1)] * len(dims),
             d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-            d.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+            getattr(d.CUtensorMapSwizzle, f"CU_TENSOR_MAP_SWIZZLE_{width}B"),
             d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
             d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
         )

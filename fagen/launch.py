@@ -13,13 +13,13 @@ import sys
 import threading
 from typing import Any
 
-from . import driver
-from .arguments import TENSORS, BoundCall
+from . import descales, driver
+from .arguments import ONES, TENSORS, BoundCall
 from .errors import InputError, InternalError, LaunchError
 from .interop import Array, check, framework_of, output_shapes, stream_handle
 from .interop.arrays import FRAMEWORK_NAMES
 from .interop.pytorch import raw_stream
-from .plan.kernel import Launch, Plan, Problem
+from .plan.kernel import DESCALES, Launch, Plan, Problem
 from .workspace import workspaces
 
 MAX_BOUND_CALLS = 512
@@ -34,9 +34,14 @@ class Kernel:
         out, lse = kernel(q, k, v)
 
     q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, head_dim_v), of the
-    attention's dtype; heads is a multiple of kv_heads. out (batch, seqlen_q, heads, head_dim_v) of the attention's output dtype;
+    attention's dtype; heads is a multiple of kv_heads. Where the schedule says v_transposed, v is (batch, kv_heads, head_dim_v,
+    seqlen_k). out (batch, seqlen_q, heads, head_dim_v) of the attention's output dtype;
     lse (batch, heads, seqlen_q), float32, the natural logarithm of the softmax's denominator. A row that sees no key has out 0 and
     lse −inf. No gradients are recorded.
+
+    e4m3 only: q stands for q · q_descale, and so k and v. A descale is a number or a float32 array (batch, kv_heads) of any strides,
+    None: 1. A number (or NumPy array) must be finite, and not negative for q and k. Arrays in device memory are read by the kernel, so
+    nothing checks their values: those of q and k must be positive.
 
     All tensors belong to one library: torch, CuPy, JAX, another exporter of DLPack or __cuda_array_interface__ (which must bring
     `out` and `lse`), or NumPy (copied to the current device and back, in the call). The last dimension is contiguous; addresses and
@@ -80,11 +85,13 @@ class Kernel:
         k_descale: Any = None,
         v_descale: Any = None,
     ) -> tuple[Any, Any]:
+        scales = None
         if q_descale is not None or k_descale is not None or v_descale is not None:
-            self._refuse_descales(q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
+            scales = (q_descale, k_descale, v_descale)
+            descales.refuse_unless_8_bit(self.plan.attention, dict(zip(DESCALES, scales)))
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(q, torch.Tensor):
-            return self._call_any(q, k, v, out, lse, stream)
+            return self._call_any(q, k, v, out, lse, stream, scales)
         try:
             key = (
                 (
@@ -103,24 +110,37 @@ class Kernel:
                 ),
                 None if out is None else (out.shape, out.stride(), out.dtype, out.device),
                 None if lse is None else (lse.shape, lse.stride(), lse.dtype, lse.device),
+                scales and tuple((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else None for x in scales),
             )
             bound = self._torch_calls.get(key)
         except (AttributeError, TypeError, RuntimeError):  # not all torch tensors, or one without strides
-            return self._call_any(q, k, v, out, lse, stream)
+            return self._call_any(q, k, v, out, lse, stream, scales)
         if bound is None:  # the first call of its kind checks everything
-            return self._call_any(q, k, v, out, lse, stream, key)
+            return self._call_any(q, k, v, out, lse, stream, scales, key)
         if out is None:
             out = torch.empty(bound.out_shape, dtype=self._torch_out_dtype, device=q.device)
         if lse is None:
             lse = torch.empty(bound.lse_shape, dtype=torch.float32, device=q.device)
         handle = self._torch_stream(bound.device) if stream is None else stream_handle(stream)
-        bound.run((q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr()), handle)
+        addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
+        if scales is None:
+            bound.run(addresses, handle)
+        else:
+            arrays = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else 0 for x in scales)
+            bound.run(addresses, handle, arrays, tuple(1.0 if a else _number(n, x) for n, x, a in zip(DESCALES, scales, arrays)))
         return out, lse
 
     # the whole path, for a first call and for every library but torch --------------------------------------------------
 
-    def _call_any(self, q: Any, k: Any, v: Any, out: Any, lse: Any, stream: Any, torch_key: Any = None) -> tuple[Any, Any]:
+    def _call_any(
+        self, q: Any, k: Any, v: Any, out: Any, lse: Any, stream: Any, scales: tuple[Any, ...] | None, torch_key: Any = None
+    ) -> tuple[Any, Any]:
         given = {n: t for n, t in (("q", q), ("k", k), ("v", v), ("out", out), ("lse", lse)) if n in "qkv" or t is not None}
+        numbers = ONES
+        if scales is not None:
+            found = {n: 1.0 if x is None else descales.as_number(n, x) for n, x in zip(DESCALES, scales)}
+            given |= {n: x for n, x in zip(DESCALES, scales) if found[n] is None}
+            numbers = tuple(1.0 if x is None else x for x in found.values())
         frameworks = {n: framework_of(n, t) for n, t in given.items()}
         framework = frameworks["q"]
         for name, other in frameworks.items():
@@ -129,7 +149,7 @@ class Kernel:
                 raise InputError(name, f"is a {its} array, q a {mine} one; all must belong to one library")
         handle = None if stream is None else stream_handle(stream)
         if framework is None:
-            return self._call_numpy(given, handle)
+            return self._call_numpy(given, numbers, handle)
         devices = {n: framework.device(n, t) for n, t in given.items()}
         device = devices["q"]
         for name, other_device in devices.items():
@@ -153,14 +173,15 @@ class Kernel:
                     arrays[name], keep = framework.describe(name, given[name], handle)
                     alive.append(keep)
             if not problem.empty:
-                bound = self._bind(device, problem, strides, handle)
-                bound.run(tuple(arrays[n].ptr for n in TENSORS), handle)
+                bound = self._bind(device, problem, strides, _scale_strides(arrays), handle)
+                scale_pointers = tuple(arrays[n].ptr if n in arrays else 0 for n in DESCALES)
+                bound.run(tuple(arrays[n].ptr for n in TENSORS), handle, scale_pointers, numbers)
                 framework.finish(handle)
                 if torch_key is not None:
                     self._remember_torch(torch_key, bound)
         return given["out"], given["lse"]
 
-    def _call_numpy(self, given: dict[str, Any], stream: int | None) -> tuple[Any, Any]:
+    def _call_numpy(self, given: dict[str, Any], numbers: tuple[float, ...], stream: int | None) -> tuple[Any, Any]:
         import numpy as np
 
         from .interop import host
@@ -168,6 +189,9 @@ class Kernel:
 
         arrays = {n: host.describe(n, t, 0) for n, t in given.items()}
         problem, strides = self._check(arrays)
+        for name in DESCALES:
+            if name in given:
+                given[name] = descales.as_array(name, given[name], (problem.batch, problem.hkv))
         for name, shape in output_shapes(self.plan.attention, problem).items():
             if name in given:
                 host.check_output(name, given[name])
@@ -178,20 +202,27 @@ class Kernel:
         device = driver.current_device()
         stream = driver.own_stream(device) if stream is None else stream
         with driver.use_device(device), host.Staging(stream) as staging:
-            bound = self._bind(device, problem, strides, stream)
-            pointers = [staging.upload(given[n]) for n in "qkv"] + [staging.alloc(given[n].nbytes) for n in ("out", "lse")]
-            bound.run(tuple(pointers), stream)
+            bound = self._bind(device, problem, strides, _scale_strides(arrays), stream)
+            pointers = [staging.upload(given[n], pad=True) for n in "qkv"] + [
+                staging.alloc(given[n].nbytes) for n in ("out", "lse")
+            ]
+            scale_pointers = tuple(staging.upload(given[n]) if n in given else 0 for n in DESCALES)
+            bound.run(tuple(pointers), stream, scale_pointers, numbers)
             staging.download(pointers[3], given["out"])
             staging.download(pointers[4], given["lse"])
         return given["out"], given["lse"]
 
     def _check(self, arrays: dict[str, Array]) -> tuple[Problem, Strides]:
-        return check(self.plan.attention, arrays["q"], arrays["k"], arrays["v"], arrays.get("out"), arrays.get("lse"))
-
-    def _refuse_descales(self, **descales: Any) -> None:
-        for name, value in descales.items():
-            if value is not None:
-                raise InputError(name, f"given with {self.plan.attention.dtype} inputs; only e4m3 tensors have a scale")
+        return check(
+            self.plan.attention,
+            arrays["q"],
+            arrays["k"],
+            arrays["v"],
+            arrays.get("out"),
+            arrays.get("lse"),
+            v_transposed=self.plan.schedule.v_transposed,
+            descales={n: arrays[n] for n in DESCALES if n in arrays},
+        )
 
     # what is made once -------------------------------------------------------------------------------------------------
 
@@ -202,14 +233,16 @@ class Kernel:
         with self._setup:
             _bounded_insert(self._torch_calls, key, bound)
 
-    def _bind(self, device: int, problem: Problem, strides: Strides, stream: int) -> BoundCall:
+    def _bind(
+        self, device: int, problem: Problem, strides: Strides, scale_strides: dict[str, tuple[int, int]], stream: int
+    ) -> BoundCall:
         """The bound call for these sizes and strides. Needs the device's context to be current."""
-        key = (device, problem, *sorted(strides.items()))
+        key = (device, problem, *sorted(strides.items()), *sorted(scale_strides.items()))
         bound = self._bound.get(key)
         if bound is None:
             with self._setup:
                 functions = self._load(device, stream)
-                launch = self.plan.bind(problem, strides, driver.device_info(device).num_sms, self._seed)
+                launch = self.plan.bind(problem, strides, driver.device_info(device).num_sms, self._seed, scale_strides)
                 needs_pool = any(name != "debug" for name, _, _ in launch.workspaces)
                 debug = self._debug_address(device, launch) if self.plan.debug else 0
                 bound = BoundCall(self.plan, launch, device, functions, workspaces(device) if needs_pool else None, debug)
@@ -296,6 +329,19 @@ class Kernel:
     def _forget_bound(self) -> None:
         self._bound.clear()
         self._torch_calls.clear()
+
+
+def _number(name: str, value: Any) -> float:
+    """A descale that a call like this one has had as a number (or not at all)."""
+    number = 1.0 if value is None else descales.as_number(name, value)
+    if number is None:
+        raise InputError(name, f"is a {type(value).__name__}; expected a number or an array of q's library, (batch, kv_heads)")
+    return number
+
+
+def _scale_strides(arrays: dict[str, Array]) -> dict[str, tuple[int, int]]:
+    """Of the descales that are arrays, in elements."""
+    return {n: (arrays[n].strides[0], arrays[n].strides[1]) for n in DESCALES if n in arrays}
 
 
 def _bounded_insert(calls: dict[Any, BoundCall], key: Any, bound: BoundCall) -> None:

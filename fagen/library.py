@@ -82,7 +82,7 @@ def _tiles(path: Path, names: dict[str, Any], attention: Attention, changes: dic
     """The tiles a schedule file gives for another head_dim."""
     head_dim = changes.get("head_dim", attention.head_dim)
     tables = names.get("tiles", {}) if head_dim != attention.head_dim else {}
-    tiles = next((t for d, t in tables.items() if d == head_dim), {}) if isinstance(tables, dict) else None
+    tiles: Any = next((t for d, t in tables.items() if d == head_dim), {}) if isinstance(tables, dict) else None
     if not isinstance(tiles, dict) or not set(tiles) <= set(Schedule.field_names()):
         raise InputError(str(path), f"`tiles` must map a head_dim to fields of Schedule; it is {tables!r}")
     return tiles

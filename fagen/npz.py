@@ -1,13 +1,15 @@
 """Tensors in .npz files, as `fagen run --input qkv.npz --output out.npz` reads and writes them.
 
 fp16 and fp32 arrays stand as such. NumPy's format has no bf16 and no e4m3: those stand as their bits, uint16 and uint8, beside a
-text under the key `<name>_dtype` that says which ("bf16", "e4m3").
+text under the key `<name>_dtype` that says which ("bf16", "e4m3"). Beside e4m3 tensors there may be `q_descale`, `k_descale` and
+`v_descale`, each one number or an fp32 array (batch, kv_heads).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import typing
 import zipfile
 import zlib
 from collections.abc import Mapping
@@ -18,8 +20,10 @@ import ml_dtypes
 import numpy as np
 
 from .attention import Attention
+from .descales import Descales
 from .errors import InputError
 from .oracle.numeric import DTYPES, Array
+from .plan.kernel import DESCALES
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _BITS = {"bf16": np.dtype(np.uint16), "e4m3": np.dtype(np.uint8)}
@@ -38,8 +42,25 @@ def read_inputs(path: str | Path, attention: Attention, cast: bool = False) -> t
     return q, k, v
 
 
-def read(path: str | Path, names: tuple[str, ...]) -> dict[str, Array]:
-    """Those tensors of a file, bf16 and e4m3 decoded. InputError naming file and key if one is missing, damaged or no tensor."""
+def read_descales(path: str | Path, attention: Attention, cast: bool = False) -> Descales:
+    """The descales of a file, those that are there, as NumPy arrays (0-d: one number). Shapes and values are checked by who uses them.
+
+    InputError: beside 16-bit inputs, or an array of another type than fp32 unless `cast`.
+    """
+    found = read(path, (), optional=DESCALES)
+    for name, x in found.items():
+        if attention.dtype != "e4m3":
+            raise InputError(
+                str(path), f"has a {name}, but the attention takes {attention.dtype}; only e4m3 tensors have a descale"
+            )
+        if x.ndim:
+            found[name] = _as_dtype(path, name, x, "fp32", cast, "a descale is")
+    return typing.cast(Descales, found)
+
+
+def read(path: str | Path, names: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, Array]:
+    """Those tensors of a file, bf16 and e4m3 decoded; of the `optional` ones those that are there. InputError naming file and key if one
+    is missing, damaged or no tensor."""
     try:
         with open(path, "rb") as file:
             loaded = np.load(file, allow_pickle=False)
@@ -49,7 +70,7 @@ def read(path: str | Path, names: tuple[str, ...]) -> dict[str, Array]:
                 missing = [n for n in names if n not in loaded.files]
                 if missing:
                     raise InputError(str(path), f"has no array {', '.join(missing)}; it has {', '.join(loaded.files) or 'none'}")
-                return {name: _decode(path, name, loaded) for name in names}
+                return {n: _decode(path, n, loaded) for n in (*names, *(n for n in optional if n in loaded.files))}
     except IsADirectoryError:
         raise InputError(str(path), "is a folder; expected an .npz file") from None
     except FileNotFoundError:
@@ -104,13 +125,13 @@ def _decode(path: str | Path, name: str, loaded: Any) -> Array:
     return array.view(DTYPES[label])
 
 
-def _as_dtype(path: str | Path, name: str, array: Array, dtype: str, cast: bool) -> Array:
+def _as_dtype(path: str | Path, name: str, array: Array, dtype: str, cast: bool, rule: str = "the attention's dtype is") -> Array:
     wanted = DTYPES[dtype]
     if array.dtype == wanted:
         return array
     have = _NAMES.get(array.dtype, array.dtype.name)
     if not cast:
-        raise InputError(str(path), f"{name} is {have}, the attention's dtype is {dtype}; --cast converts it")
+        raise InputError(str(path), f"{name} is {have}, {rule} {dtype}; --cast converts it")
     wide = array.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):  # counted below
         result = wide.astype(wanted)

@@ -20,9 +20,10 @@ from typing import Any
 
 from .errors import CompileError
 
-OPTIONS = ("-std=c++17", "-default-device", "--use_fast_math", "--ptxas-options=-v")
+OPTIONS = ("-std=c++17", "-default-device", "--use_fast_math", "-no-cache", "--ptxas-options=-v")
 """After -arch. Fast math flushes denormals and lets division and log use the approximate instructions (one per row, at the end);
-infinities and NaN keep their meaning. `-v`: the log names registers and spills of every kernel."""
+infinities and NaN keep their meaning. `-v`: the log names registers and spills of every kernel. `-no-cache`: NVRTC 13.0 answers a
+source it has seen from a cache of its own, without that log."""
 
 INSTALL = "pip install nvidia-cuda-nvrtc cuda-bindings"
 

@@ -15,7 +15,7 @@ from ..compile import load_built
 from ..guard import Channel, GuardError
 from ..interop.host import Staging
 from ..launch import Kernel
-from ..oracle import CheckProblem, make_inputs, sample_rows
+from ..oracle import CheckProblem, make_case, sample_rows
 from ..oracle.numeric import DTYPES
 from .judge import save_outputs
 
@@ -67,10 +67,11 @@ def _case(
 ) -> str:
     attention = kernel.plan.attention
     problem, seed = CheckProblem(**case["problem"]), case["seed"]
-    tensors = make_inputs(attention, problem, seed=seed, inputs=problem.inputs, layout=problem.layout)
+    c = make_case(attention, problem, seed=seed, v_transposed=kernel.plan.schedule.v_transposed)
     reason = ""
     with Staging(stream) as staging:
-        q, k, v = upload(staging, tensors)
+        q, k, v, *scales = upload(staging, (c.q, c.k, c.given_v, *(x for x in c.descales.values() if isinstance(x, np.ndarray))))
+        descales = dict(zip(c.descales, scales))
         out = Poisoned(staging, stream, (problem.batch, problem.sq, problem.hq, attention.dv), attention.output_dtype)
         lse = Poisoned(staging, stream, (problem.batch, problem.hq, problem.sq), "fp32")
         first: list[np.ndarray] = []
@@ -82,7 +83,7 @@ def _case(
             out.poison()
             lse.poison()
             try:
-                kernel(q, k, v, out=out.view, lse=lse.view, stream=stream)
+                kernel(q, k, v, out=out.view, lse=lse.view, stream=stream, **descales)
                 driver.stream_synchronize(stream)
             except driver.DriverError as e:
                 record = kernel.debug_record(device) if kernel.plan.debug else ()

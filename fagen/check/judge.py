@@ -14,7 +14,7 @@ import numpy as np
 
 from ..attention import Attention
 from ..errors import LaunchError
-from ..oracle import CheckProblem, Verdict, check, compare, make_inputs, sample_rows, simulate, simulate_sample
+from ..oracle import CheckProblem, Verdict, check, compare, make_case, sample_rows, simulate, simulate_sample
 from ..oracle.baseline import baseline_rows
 from ..oracle.numeric import DTYPES
 from ..oracle.reference import reference_rows
@@ -74,12 +74,12 @@ def judge_outputs(attention: Attention, problem: CheckProblem, seed: int, path: 
     with np.load(path) as saved:
         out, lse = saved["out"].view(DTYPES[attention.output_dtype]), saved["lse"]
     path.unlink()
-    q, k, v = make_inputs(attention, problem, seed=seed, inputs=problem.inputs, layout=problem.layout)
+    c = make_case(attention, problem, seed=seed)
     return compare(
         out,
         lse,
-        reference=reference_rows(attention, q, k, v, rows),
-        baseline=baseline_rows(attention, q, k, v, rows),
+        reference=reference_rows(attention, c.q, c.k, c.v, rows, **c.descales),
+        baseline=baseline_rows(attention, c.q, c.k, c.v, rows, **c.descales),
         dtype=attention.output_dtype,
     )
 
@@ -88,22 +88,23 @@ def judge_simulated(
     attention: Attention, schedule: Schedule, problem: CheckProblem, seed: int, runs: int, ctas: int | None
 ) -> Verdict:
     """Simulate a problem `runs` times, each in another interleaving, and judge it. `ctas`: how many CTAs are run, None: all."""
-    q, k, v = make_inputs(attention, problem, seed=seed, inputs=problem.inputs, layout=problem.layout)
+    c = make_case(attention, problem, seed=seed, v_transposed=schedule.v_transposed)
+    given = (attention, schedule, c.q, c.k, c.given_v)
     rows = None
     differs = ""
     try:
         if ctas is None:
-            out, lse = simulate(attention, schedule, q, k, v, seed=seed)
+            out, lse = simulate(*given, seed=seed, **c.descales)
             for n in range(1, runs):
-                again = simulate(attention, schedule, q, k, v, seed=seed + n)
+                again = simulate(*given, seed=seed + n, **c.descales)
                 if not differs and not all(np.array_equal(_bits(a), _bits(b)) for a, b in zip((out, lse), again)):
                     differs = f"interleaving {n + 1} gives other bits than the first"
         else:
-            part = simulate_sample(attention, schedule, q, k, v, seed=seed, ctas=ctas)
+            part = simulate_sample(*given, seed=seed, ctas=ctas, **c.descales)
             out, lse, rows = part.out, part.lse, part.rows
     except LaunchError as e:  # deadlocks and faults of the simulated machine
         return Verdict(False, float("inf"), 0.0, float("inf"), f"{type(e).__name__}: {e}")
-    return with_reason(check(attention, q, k, v, out, lse, rows=rows, seed=seed), differs)
+    return with_reason(check(attention, c.q, c.k, c.v, out, lse, rows=rows, seed=seed, **c.descales), differs)
 
 
 def _bits(x: np.ndarray) -> np.ndarray:

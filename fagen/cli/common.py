@@ -119,10 +119,11 @@ def select(sources: Sequence[str], settings: Sequence[str] = (), causal: bool = 
 
 
 def variants_of(own: Attention) -> list[dict[str, Any]]:
-    """The attentions that a schedule is built and checked for: every head_dim and mask, in both 16-bit types, or in e4m3 if it is for
-    that."""
-    dtypes = HALF_TYPES if own.dtype in HALF_TYPES else (own.dtype,)
-    return [{"head_dim": d, "dtype": t, "mask": m} for d in HEAD_DIMS for t in dtypes for m in MASKS]
+    """The attentions that a schedule is built and checked for: every head_dim and mask, in both 16-bit types; if it is for e4m3, in that
+    with outputs of both 16-bit types."""
+    field, default = ("dtype", own.dtype) if own.dtype in HALF_TYPES else ("out_dtype", own.output_dtype)
+    types = [getattr(own, field) if t == default else t for t in HALF_TYPES]  # an out_dtype of None stays as it is
+    return [{"head_dim": d, field: t, "mask": m} for d in HEAD_DIMS for t in types for m in MASKS]
 
 
 def _select(source: str, own: Attention, changes: dict[str, Any]) -> Selected:
@@ -194,7 +195,9 @@ from_option = click.option(
     "--from", "folder", metavar="DIR", help="Take kernels that `fagen build` wrote there; needs no compiler."
 )
 variants_option = click.option(
-    "--variants", is_flag=True, help="Every head_dim (64, 128, 256), type (bf16, fp16) and mask (full, causal) of the schedule."
+    "--variants",
+    is_flag=True,
+    help="Every head_dim (64, 128, 256), type (bf16, fp16; for e4m3: of out) and mask (full, causal) of the schedule.",
 )
 
 

@@ -29,7 +29,11 @@ PATIENCE = 60.0
 @click.command()
 @click.argument("schedule", metavar="SCHEDULE")
 @click.option(
-    "--input", "input_", required=True, metavar="FILE.npz", help="With arrays q, k, v; bf16 as uint16 with q_dtype = bf16."
+    "--input",
+    "input_",
+    required=True,
+    metavar="FILE.npz",
+    help="With arrays q, k, v; bf16 as uint16 with q_dtype = bf16, e4m3 as uint8 with q_dtype = e4m3 (and q_descale, k_descale, v_descale).",
 )
 @click.option("--output", required=True, metavar="FILE.npz", help="Gets out and lse.")
 @common.device_option("the GPU, or the simulator on the CPU")
@@ -55,7 +59,9 @@ def command(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Run SCHEDULE on q, k, v of a file: q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, kv_heads, head_dim)."""
+    """Run SCHEDULE on q, k, v of a file: q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, kv_heads, head_dim); with
+    v_transposed, v (batch, kv_heads, head_dim, seqlen_k). Descales are numbers or fp32 (batch, kv_heads).
+    """
     (item,) = common.select([schedule], settings, causal)
     if source and folder:
         raise InputError("--source", "is compiled, --from takes kernels that are compiled: give one of them")
@@ -102,13 +108,14 @@ def _on_cpu(item: common.Selected, input_: str, output: str, cast: bool, force: 
 
     plan = common.planned(item)
     q, k, v = npz.read_inputs(input_, item.attention, cast)
+    descales = npz.read_descales(input_, item.attention, cast)
     _check_writable(output)
-    p = problem_of(item.attention, q, k, v)
+    p = problem_of(item.attention, q, k, v, item.schedule.v_transposed)
     seconds = SECONDS_PER_TILE * tiles_of(CheckProblem(p.batch, p.sq, p.sk, p.hq, p.hkv), item.schedule)
     if seconds > PATIENCE and not force:
         raise InputError("--device cpu", f"simulating {p} takes about {seconds / 60:.0f} minutes; --force does it all the same")
     with common.Progress(f"simulating {p} (about {max(seconds, 1):.0f} s)", 1):
-        out, lse = simulate(item.attention, item.schedule, q, k, v, plan=plan)
+        out, lse = simulate(item.attention, item.schedule, q, k, v, plan=plan, **descales)
     npz.write(output, {"out": out, "lse": lse})
     return {"out": list(out.shape), "lse": list(lse.shape)}
 
@@ -161,10 +168,11 @@ def serve(request: Mapping[str, Any], channel: Channel) -> None:
     kernel = Kernel(built.plan, built.source.text, built.cubin, built.report)
     channel.doing(f"{request['input']} is read", READ_SECONDS)
     q, k, v = npz.read_inputs(request["input"], built.plan.attention, request["cast"])
+    descales = npz.read_descales(request["input"], built.plan.attention, request["cast"])
     launch = f"launch of {name} on {request['input']}"
     channel.doing(launch, request["timeout"])
     try:
-        out, lse = kernel(q, k, v)
+        out, lse = kernel(q, k, v, **descales)
     except driver.DriverError as e:
         record = kernel.debug_record(device) if built.plan.debug else ()
         raise GuardError("fault", launch, str(e), record=record) from e

@@ -10,7 +10,7 @@ from ..plan import matrix
 from ..plan import steps as st
 from ..plan.counts import copy_loads, scarce
 from ..plan.expr import Expr, as_expr, sym
-from ..plan.kernel import DESCALES, KernelPlan
+from ..plan.kernel import KernelPlan
 from ..plan.layout import ACC64, LAYOUTS
 from . import debug, views_ladder
 from .templates import Helpers, View, path
@@ -169,7 +169,8 @@ def _transpose_v(s: st.TransposeV, x: Scope) -> tuple[str, View]:
     unit = sym("strip") % (raw.chunk_bytes // 16)
     place = unit ^ (lane % 8 if raw.chunk_bytes == 128 else lane // 2 % 4)
     source = sym("strip") // (raw.chunk_bytes // 16) * (raw.rows * raw.chunk_bytes) + lane * raw.chunk_bytes + place * 16
-    most = 1 if (x.role.registers or 0) <= 32 else 4  # four registers each, beside a score of addresses
+    spare = (x.role.registers or 0) - 32  # four registers each, beside a score of addresses
+    most = 4 if spare >= 24 else 2 if spare >= 8 and turned.cols < 256 else 1
     batch = max(n for n in range(1, most + 1) if turned.cols // 32 % n == 0)
     return "transpose_v", {
         "src": x.slot_address(s.src),
@@ -185,13 +186,13 @@ def _transpose_v(s: st.TransposeV, x: Scope) -> tuple[str, View]:
     }
 
 
-def _load_scales(s: st.LoadScales, x: Scope) -> tuple[str, View]:
+def _load_scale(s: st.LoadScale, x: Scope) -> tuple[str, View]:
     def descale(name: str) -> str:
         at = x.c(s.batch * sym(f"{name}_sb") + s.head * sym(f"{name}_sh"))
         return f"descale(p.{name}, {at}, p.{name}_value)"
 
-    q, k, v = (descale(n) for n in DESCALES)
-    return "load_scales", {"scores": s.scores, "out": s.out, "q": q, "k": k, "v": v}
+    constant = [] if s.constant == 1 else ["SCALE_LOG2"]
+    return "load_scale", {"var": s.var, "product": " * ".join([*constant, *map(descale, s.factors)])}
 
 
 def _store_out(s: st.StoreOut, x: Scope) -> tuple[str, View]:
@@ -374,6 +375,26 @@ def _online_softmax(s: st.OnlineSoftmax, x: Scope) -> tuple[str, View]:
     return "online_softmax", values | {"parts": x.zipped(s=s.s, m=s.m, l=s.l, alpha=s.alpha)}
 
 
+STALE_LIMIT = {"bf16": "65536.f", "fp16": "65504.f"}
+"""Row sums above which a value might not fit P's type (fp16), or its precision might suffer (bf16 has the range of float32)."""
+
+
+def _stale_softmax(s: st.StaleSoftmax, x: Scope) -> tuple[str, View]:
+    dtype = x.frag(s.e).dtype
+    values: View = {
+        "parts": x.zipped(e=s.e, s=s.s, m=s.m, part=s.part),
+        "fits": s.fits,
+        "scale": s.scale or "SCALE_LOG2",
+        "shift": f"    reference[r] -= {s.offset}.f;\n" if s.offset else "",
+    }
+    if dtype == "e4m3":
+        x.helpers.need("ptx/cvt_pack_e4m3")
+        if x.frag(s.e).layout != "a64_e4m3perm":
+            raise InternalError("a stale reference with a V given transposed has no template")
+        return "stale_softmax_e4m3", values
+    return "stale_softmax", values | {"pack": _pack_function(dtype, x), "limit": STALE_LIMIT[dtype]}
+
+
 def _pack(s: st.Pack, x: Scope) -> tuple[str, View]:
     p = x.frag(s.p)
     if p.dtype == "e4m3":
@@ -409,7 +430,7 @@ _VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {
     st.CpWait: lambda s, x: ("cp_wait", {"pending": s.pending}),
     st.LoadFrag: _load_frag,
     st.TransposeV: _transpose_v,
-    st.LoadScales: _load_scales,
+    st.LoadScale: _load_scale,
     st.StoreOut: _store_out,
     st.ClaimTile: _claim,
     st.PutTile: _put_tile,
@@ -428,6 +449,10 @@ _VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {
     st.Limits: _limits,
     st.Mask: _mask,
     st.OnlineSoftmax: _online_softmax,
+    st.StaleSoftmax: _stale_softmax,
+    st.AddSums: lambda s, x: ("add_sums", {"parts": x.zipped(l=s.l, part=s.part)}),
+    st.Move: lambda s, x: ("move", {"parts": x.zipped(dst=s.dst, src=s.src)}),
+    st.Vote: lambda s, x: ("vote", {"unless": s.unless}),
     st.Pack: _pack,
     st.Rescale: _rescale,
     st.Finalise: _finalise,

@@ -1,4 +1,4 @@
-"""`Array`, a tensor argument as a kernel sees it, and the checks that q, k, v, out and lse fit an attention and one another.
+"""`Array`, a tensor argument as a kernel sees it, and the checks that q, k, v, out, lse and descales fit an attention and one another.
 
 Nothing here knows a framework or touches a GPU.
 """
@@ -11,8 +11,9 @@ from math import prod
 from typing import Any, Protocol
 
 from ..attention import Attention
+from ..descales import wrong_shape
 from ..errors import InputError
-from ..plan.kernel import Problem
+from ..plan.kernel import DESCALES, Problem
 from ..plan.steps import DTYPE_BYTES
 
 DTYPE_NAMES = {
@@ -34,6 +35,12 @@ _DIMS = {
     "out": ("batch", "seqlen_q", "heads", "head_dim_v"),
     "lse": ("batch", "heads", "seqlen_q"),
 }
+_V_TRANSPOSED = ("batch", "kv_heads", "head_dim_v", "seqlen_k")
+
+
+def dims_of(name: str, v_transposed: bool = False) -> tuple[str, ...]:
+    """What the dimensions of an argument are. `v_transposed`: the kernel takes V so (`Schedule.v_transposed`)."""
+    return _V_TRANSPOSED if v_transposed and name == "v" else _DIMS[name]
 
 
 @dataclass(frozen=True)
@@ -87,9 +94,10 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def effective_strides(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides that matter: those of dimensions with one element (or of an empty tensor) are replaced by row-major ones."""
-    plain = contiguous_strides(shape)
+def effective_strides(shape: tuple[int, ...], strides: tuple[int, ...], padded_to: int = 1) -> tuple[int, ...]:
+    """The strides that matter: those of dimensions with one element (or of an empty tensor) are replaced by row-major ones, of rows
+    padded to a multiple of `padded_to` elements."""
+    plain = contiguous_strides((*shape[:-1], -(-max(shape[-1], 1) // padded_to) * padded_to))
     if 0 in shape:
         return plain
     return tuple(p if n == 1 else s for n, s, p in zip(shape, strides, plain))
@@ -104,46 +112,75 @@ def output_shapes(attention: Attention, problem: Problem) -> dict[str, tuple[int
 
 
 def check(
-    attention: Attention, q: Array, k: Array, v: Array, out: Array | None, lse: Array | None
+    attention: Attention,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array | None,
+    lse: Array | None,
+    *,
+    v_transposed: bool = False,
+    descales: Mapping[str, Array] | None = None,
 ) -> tuple[Problem, dict[str, tuple[int, int, int]]]:
-    """The sizes of the call, and the strides over (batch, seq, heads) of q, k, v and out in elements, as `Plan.bind` takes them.
+    """The sizes of the call, and the strides over (batch, seq, heads) of q, k, v and out in elements, as `Plan.bind` takes them (of a V
+    given transposed: over batch, head_dim and head).
 
-    None for out or lse: it will be allocated row-major. Raises InputError naming the first argument that does not fit, with both
-    values. Pointers are not looked at (see `check_pointers`).
+    None for out or lse: it will be allocated row-major. `descales`: those that are arrays, of any strides. Raises InputError naming the
+    first argument that does not fit, with both values. Pointers are not looked at (see `check_pointers`).
     """
     given = {a.name: a for a in (q, k, v, out, lse) if a is not None}
     for name, a in given.items():
-        if len(a.shape) != len(_DIMS[name]):
-            raise InputError(
-                name, f"has {len(a.shape)} dimensions {a.shape}; expected {len(_DIMS[name])}: ({', '.join(_DIMS[name])})"
-            )
+        dims = dims_of(name, v_transposed)
+        if len(a.shape) != len(dims):
+            raise InputError(name, f"has {len(a.shape)} dimensions {a.shape}; expected {len(dims)}: ({', '.join(dims)})")
         if a.device != q.device:
             raise InputError(name, f"is on cuda:{a.device}, q on cuda:{q.device}")
         wanted = {"out": attention.output_dtype, "lse": "fp32"}.get(name, attention.dtype)
         if a.dtype != wanted:
             raise InputError(name, f"is {a.dtype}; this kernel {'writes' if name in ('out', 'lse') else 'reads'} {wanted}")
-    problem = _problem(attention, q, k, v)
+    problem = _problem(attention, q, k, v, v_transposed)
+    for name, a in (descales or {}).items():
+        if a.device != q.device:
+            raise InputError(name, f"is on cuda:{a.device}, q on cuda:{q.device}")
+        if a.dtype != "fp32":
+            raise InputError(name, f"is {a.dtype}; a descale is fp32")
+        if a.shape != (problem.batch, problem.hkv):
+            raise wrong_shape(name, a.shape, (problem.batch, problem.hkv))
     for name, shape in output_shapes(attention, problem).items():
         if name in given and given[name].shape != shape:
             raise InputError(name, f"has shape {given[name].shape}; expected {shape} ({', '.join(_DIMS[name])})")
     if not problem.empty:
-        _check_layouts(given)
+        _check_layouts(given, v_transposed)
     strides = {"out": contiguous_strides(output_shapes(attention, problem)["out"])}
-    strides |= {n: effective_strides(a.shape, a.strides) for n, a in given.items() if n != "lse"}
+    strides |= {n: _strides(a) for n, a in given.items() if n != "lse"}
+    if v_transposed:
+        sb, sh, sd, _ = strides["v"]
+        strides["v"] = (sb, sd, sh)
     return problem, {n: (s[0], s[1], s[2]) for n, s in strides.items()}
 
 
-def _problem(attention: Attention, q: Array, k: Array, v: Array) -> Problem:
+def _strides(a: Array) -> tuple[int, ...]:
+    """Effective ones, which TMA takes."""
+    return effective_strides(a.shape, a.strides, ALIGNMENT // DTYPE_BYTES[a.dtype])
+
+
+def _problem(attention: Attention, q: Array, k: Array, v: Array, v_transposed: bool) -> Problem:
     batch, sq, hq, _ = q.shape
     _, sk, hkv, _ = k.shape
     expected = {
         "q": (batch, sq, hq, attention.head_dim),
         "k": (batch, sk, hkv, attention.head_dim),
-        "v": (batch, sk, hkv, attention.dv),
+        "v": (batch, hkv, attention.dv, sk) if v_transposed else (batch, sk, hkv, attention.dv),
     }
+    other = (batch, sk, hkv, attention.dv) if v_transposed else (batch, hkv, attention.dv, sk)
+    if v.shape == other != expected["v"]:
+        layout = "needs V transposed:" if v_transposed else "takes V as"
+        raise InputError(
+            "v", f"has shape {v.shape}; this kernel {layout} ({', '.join(dims_of('v', v_transposed))}) = {expected['v']}"
+        )
     whose = {"batch": "q's", "seqlen_k": "k's", "kv_heads": "k's", "head_dim": "the kernel's", "head_dim_v": "the kernel's"}
     for a in (q, k, v):
-        for dim, have, want in zip(_DIMS[a.name], a.shape, expected[a.name]):
+        for dim, have, want in zip(dims_of(a.name, v_transposed), a.shape, expected[a.name]):
             if have != want:
                 raise InputError(a.name, f"has {dim} {have}, but {whose[dim]} is {want} (shape {a.shape})")
     if hq % hkv if hkv else hq:
@@ -152,24 +189,26 @@ def _problem(attention: Attention, q: Array, k: Array, v: Array) -> Problem:
     return Problem(batch, sq, sk, hq, hkv)
 
 
-def _check_layouts(given: Mapping[str, Array]) -> None:
+def _check_layouts(given: Mapping[str, Array], v_transposed: bool) -> None:
     for name, a in given.items():
-        strides = effective_strides(a.shape, a.strides)
         if name == "lse":
-            if strides != contiguous_strides(a.shape):
+            if effective_strides(a.shape, a.strides) != contiguous_strides(a.shape):
                 raise InputError(name, f"must be contiguous; shape {a.shape} has strides {a.strides}")
             continue
+        strides = _strides(a)
         if strides[-1] != 1:
             raise InputError(
                 name, f"the last dimension has stride {strides[-1]}; it must be contiguous (shape {a.shape}, strides {a.strides})"
             )
-        for dim, s in zip(_DIMS[name], strides[:-1]):
+        for dim, s in zip(dims_of(name, v_transposed), strides[:-1]):
             nbytes = s * DTYPE_BYTES[a.dtype]
             if s < 0:
                 raise InputError(name, f"{dim} has the negative stride {s} (strides {a.strides}); make a contiguous copy")
             if nbytes % ALIGNMENT:
+                hint = f"; allocate the rows of seqlen_k {a.shape[3]} longer" if v_transposed and name == "v" else ""
                 raise InputError(
-                    name, f"{dim} has stride {s}, {nbytes} bytes; it must be a multiple of {ALIGNMENT} bytes (strides {a.strides})"
+                    name,
+                    f"{dim} has stride {s}, {nbytes} bytes; it must be a multiple of {ALIGNMENT} bytes (strides {a.strides}){hint}",
                 )
         if name == "out" and _may_overlap(a.shape, strides):
             raise InputError(name, f"has elements that share memory: shape {a.shape}, strides {a.strides}")
@@ -186,8 +225,8 @@ def _may_overlap(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
 
 
 def check_pointers(**pointers: int) -> None:
-    """An InputError for the first of q, k, v, out that is not 16-byte aligned, or an lse that is not 4-byte aligned."""
+    """An InputError for the first of q, k, v, out that is not 16-byte aligned, or an lse or descale that is not 4-byte aligned."""
     for name, ptr in pointers.items():
-        alignment = 4 if name == "lse" else ALIGNMENT
+        alignment = 4 if name == "lse" or name in DESCALES else ALIGNMENT
         if ptr % alignment:
             raise InputError(name, f"its data begins at {ptr:#x}, {ptr % alignment} bytes past a multiple of {alignment}")

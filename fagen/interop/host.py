@@ -10,13 +10,22 @@ import numpy as np
 
 from .. import driver
 from ..errors import InputError
-from .arrays import DTYPE_NAMES, Array, contiguous_strides
+from .arrays import ALIGNMENT, DTYPE_NAMES, Array, contiguous_strides
 
 
 def describe(name: str, array: np.ndarray[Any, Any], device: int) -> Array:
-    """The array as it will stand on the device: row-major, whatever its strides on the host are."""
+    """The array as it will stand on the device: row-major, whatever its strides on the host are. Rows of q, k and v are padded to 16
+    bytes: those of a V given transposed may have any length."""
     dtype = DTYPE_NAMES.get(array.dtype.name, array.dtype.name)
-    return Array(name, device, dtype, array.shape, contiguous_strides(array.shape), 0)
+    return Array(name, device, dtype, array.shape, contiguous_strides(_padded(array) if name in "qkv" else array.shape), 0)
+
+
+def _padded(array: np.ndarray[Any, Any]) -> tuple[int, ...]:
+    """The shape with the last dimension long enough for rows of a multiple of 16 bytes."""
+    if array.ndim == 0:
+        return ()
+    step = max(1, ALIGNMENT // max(1, array.itemsize))
+    return (*array.shape[:-1], -(-array.shape[-1] // step) * step)
 
 
 def check_output(name: str, array: np.ndarray[Any, Any]) -> None:
@@ -44,9 +53,12 @@ class Staging:
         self._buffers.append(driver.mem_alloc(max(nbytes, 16)))
         return self._buffers[-1]
 
-    def upload(self, array: np.ndarray[Any, Any]) -> int:
-        """Device memory with a row-major copy of the array."""
+    def upload(self, array: np.ndarray[Any, Any], *, pad: bool = False) -> int:
+        """Device memory with a row-major copy of the array; `pad`: its rows padded to 16 bytes, as `describe` says."""
         source = np.ascontiguousarray(array)
+        if pad and _padded(array) != array.shape:
+            source = np.zeros(_padded(array), array.dtype)
+            source[..., : array.shape[-1]] = array
         ptr = self.alloc(source.nbytes)
         if source.nbytes:
             self._sources.append(source)  # alive until the stream has copied it

@@ -2,35 +2,44 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 import numpy.typing as npt
 
 from ..attention import Attention
-from .blocks import problem_of, row_blocks
+from ..descales import Descales
+from .blocks import problem_of, row_blocks, scales_of
 from .numeric import E4M3_P_SCALE, F32, Array, cast, matmul, rounded
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-def baseline(attention: Attention, q: Array, k: Array, v: Array) -> tuple[Array, F32]:
+
+def baseline(attention: Attention, q: Array, k: Array, v: Array, **descales: Unpack[Descales]) -> tuple[Array, F32]:
     """Attention in one pass in the precision of the kernel: float32 scores and softmax of the rounded inputs, P rounded to its
     type (e4m3: times 2^8 first), float32 accumulation, O rounded to the output's type.
 
     Arguments as `reference`. Returns out (batch, seqlen_q, heads, head_dim_v) in the attention's output dtype and lse
     (batch, heads, seqlen_q) in float32. Its error is a yardstick, never a truth.
     """
-    return baseline_rows(attention, q, k, v, np.arange(q.shape[1]))
+    return baseline_rows(attention, q, k, v, np.arange(q.shape[1]), **descales)
 
 
-def baseline_rows(attention: Attention, q: Array, k: Array, v: Array, rows: npt.ArrayLike) -> tuple[Array, F32]:
+def baseline_rows(
+    attention: Attention, q: Array, k: Array, v: Array, rows: npt.ArrayLike, **descales: Unpack[Descales]
+) -> tuple[Array, F32]:
     """`baseline` for some query rows: out (batch, len(rows), heads, head_dim_v), lse (batch, heads, len(rows))."""
     problem = problem_of(attention, q, k, v)
+    scales = scales_of(attention, problem, descales)
     index = np.asarray(rows, np.int64)
     p_scale = np.float32(E4M3_P_SCALE if attention.dtype == "e4m3" else 1.0)
     out = np.zeros((problem.batch, len(index), problem.hq, attention.dv), np.float32)
     lse = np.full((problem.batch, problem.hq, len(index)), -np.inf, np.float32)
     with np.errstate(invalid="ignore", divide="ignore"):
-        for block in row_blocks(attention, problem, q, k, v, index, np.float32):
+        for block in row_blocks(attention, problem, q, k, v, index, np.float32, scales):
             s = matmul(block.q.reshape(-1, attention.head_dim), block.k.T).reshape(*block.q.shape[:2], -1)
-            s *= np.float32(attention.softmax_scale)
+            s *= np.float32(block.score_scale)
             if block.visible is not None:
                 np.copyto(s, np.float32(-np.inf), where=~block.visible)
             m = s.max(axis=2, keepdims=True)
@@ -42,6 +51,6 @@ def baseline_rows(attention: Attention, q: Array, k: Array, v: Array, rows: npt.
             o = matmul(p.reshape(-1, p.shape[2]), block.v).reshape(*p.shape[:2], -1) / np.where(
                 blind, np.float32(1), total * p_scale
             )
-            out[block.batch, block.rows, block.heads] = o.transpose(1, 0, 2)
+            out[block.batch, block.rows, block.heads] = o.transpose(1, 0, 2) * np.float32(block.out_scale)
             lse[block.batch, block.heads, block.rows] = np.where(blind, np.float32(-np.inf), m + np.log(total))[..., 0]
     return cast(out, attention.output_dtype), lse

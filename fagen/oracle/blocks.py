@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,28 +10,35 @@ import numpy as np
 import numpy.typing as npt
 
 from ..attention import Attention
+from ..descales import Descales, as_arrays
 from ..errors import InputError, ScheduleError, Violation
-from ..plan.kernel import Problem
-from .numeric import Array
+from ..plan.kernel import DESCALES, Problem
+from .numeric import F32, Array
 
 SCORES_PER_BLOCK = 1 << 22
 """Scores held at once (32 MiB in float64)."""
 
 
-def problem_of(attention: Attention, q: Array, k: Array, v: Array) -> Problem:
+def problem_of(attention: Attention, q: Array, k: Array, v: Array, v_transposed: bool = False) -> Problem:
     """The sizes of the call, after checking that the tensors fit each other and the attention.
 
-    q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, head_dim_v).
-    Raises InputError naming the tensor, ScheduleError (not-yet) for a variant of attention the oracle does not know.
+    q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, head_dim_v);
+    with `v_transposed`: v (batch, kv_heads, head_dim_v, seqlen_k). Raises InputError naming the tensor, ScheduleError (not-yet) for a variant of attention the oracle does not know.
     """
     if attention.mask not in ("full", "causal"):
         raise ScheduleError([Violation("not-yet", "mask", f"{attention.mask!r} is not known yet", ("full", "causal"))])
     for field, off in (("softcap", None), ("sink", False)):
         if getattr(attention, field) != off:
             raise ScheduleError([Violation("not-yet", field, "is not known yet", (off,))])
+    if v_transposed and v.ndim == 4:
+        if v.shape[2] != attention.dv:
+            raise InputError("v", f"has shape {v.shape}; needs V transposed: (batch, kv_heads, {attention.dv}, seqlen_k)")
+        v = v.transpose(0, 3, 1, 2)
     for name, x, dim in (("q", q, attention.head_dim), ("k", k, attention.head_dim), ("v", v, attention.dv)):
         if x.ndim != 4:
             raise InputError(name, f"has {x.ndim} dimensions; needs (batch, seqlen, heads, head_dim)")
+        if x is v and not v_transposed and x.shape[1:3] == (k.shape[2], dim) and x.shape[3] == k.shape[1] != dim:
+            raise InputError("v", f"has shape {x.shape}, transposed; needs (batch, seqlen_k, kv_heads, head_dim_v)")
         if x.shape[3] != dim:
             raise InputError(name, f"has head_dim {x.shape[3]}; the attention's is {dim}")
         if x.shape[0] != q.shape[0]:
@@ -58,11 +65,27 @@ class Block:
     k: Array
     """(keys, head_dim): only the keys that some row of the block sees."""
     v: Array
+    score_scale: float
+    """Softmax scale times q's and k's descale."""
+    out_scale: float
+    """v's descale."""
     visible: npt.NDArray[np.bool_] | None
 
 
+def scales_of(attention: Attention, problem: Problem, descales: Descales) -> Mapping[str, F32]:
+    """The descales given, as arrays (batch, kv_heads)."""
+    return as_arrays(attention, descales, (problem.batch, problem.hkv))
+
+
 def row_blocks(
-    attention: Attention, problem: Problem, q: Array, k: Array, v: Array, rows: npt.NDArray[np.int64], dtype: npt.DTypeLike
+    attention: Attention,
+    problem: Problem,
+    q: Array,
+    k: Array,
+    v: Array,
+    rows: npt.NDArray[np.int64],
+    dtype: npt.DTypeLike,
+    scales: Mapping[str, F32],
 ) -> Iterator[Block]:
     """Cut the query rows `rows` of every head into blocks of at most `SCORES_PER_BLOCK` scores, values converted to `dtype`.
 
@@ -76,12 +99,14 @@ def row_blocks(
         for kv in range(problem.hkv):
             heads = slice(kv * group, (kv + 1) * group)
             keys, values = k[b, :, kv].astype(dtype), v[b, :, kv].astype(dtype)
+            of_q, of_k, of_v = (float(scales[n][b, kv]) if n in scales else 1.0 for n in DESCALES)
+            score_scale = attention.softmax_scale * of_q * of_k
             for start in range(0, len(rows), step):
                 part = slice(start, min(start + step, len(rows)))
                 seen, visible = _visible(attention, problem, rows[part])
                 if seen:
                     queries: Any = q[b, rows[part], heads].astype(dtype).transpose(1, 0, 2)
-                    yield Block(b, heads, part, queries, keys[:seen], values[:seen], visible)
+                    yield Block(b, heads, part, queries, keys[:seen], values[:seen], score_scale, of_v, visible)
 
 
 def _visible(attention: Attention, problem: Problem, rows: npt.NDArray[np.int64]) -> tuple[int, npt.NDArray[np.bool_] | None]:

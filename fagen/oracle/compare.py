@@ -12,14 +12,19 @@ add, with an error that goes with the largest scores: hence lse's bound at the l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ..attention import Attention
+from ..descales import Descales
 from .baseline import baseline_rows
 from .numeric import F64, Array, ulp
 from .reference import reference_rows
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 ERROR_FACTOR = 2.0
 LSE_ULPS = 16
@@ -71,9 +76,19 @@ def compare(
 
 
 def check(
-    attention: Attention, q: Array, k: Array, v: Array, out: Array, lse: Array, *, rows: npt.ArrayLike | None = None, seed: int = 0
+    attention: Attention,
+    q: Array,
+    k: Array,
+    v: Array,
+    out: Array,
+    lse: Array,
+    *,
+    rows: npt.ArrayLike | None = None,
+    seed: int = 0,
+    **descales: Unpack[Descales],
 ) -> Verdict:
-    """Compute reference and baseline and judge `out` and `lse` (whole, as a kernel returns them).
+    """Compute reference and baseline (of q, k, v and descales as `reference` takes them) and judge `out` and `lse` (whole, as a kernel
+    returns them).
 
     `rows`: a mask (batch, heads, seqlen_q) of the rows to judge (as `Simulation.rows`), or indices of query rows, judged in all
     heads. None: all rows up to 2048, above that a sample of 256 with the first and the last ones, chosen by `seed`.
@@ -90,8 +105,8 @@ def check(
     return compare(
         out[:, index],
         lse[:, :, index],
-        reference=reference_rows(attention, q, k, v, index),
-        baseline=baseline_rows(attention, q, k, v, index),
+        reference=reference_rows(attention, q, k, v, index, **descales),
+        baseline=baseline_rows(attention, q, k, v, index, **descales),
         dtype=attention.output_dtype,
         mask=mask,
     )

@@ -1,20 +1,25 @@
-"""Inputs for checks: random and adversarial tensors of a seed, in the layouts callers use, and the shapes a kernel is checked on."""
+"""Inputs for checks: random and adversarial tensors of a seed, in the layouts callers use, and the shapes a kernel is checked on.
+
+`make_case` gives all that a kernel and its judge need; `make_inputs` the tensors alone.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
 from ..attention import Attention
+from ..descales import Descales
 from ..errors import InputError
 from ..plan.kernel import Problem
 from ..schedule import Schedule
 from .numeric import F32, Array, cast
 
-Inputs = Literal["normal", "sink", "growing"]
+Inputs = Literal["normal", "sink", "growing", "descaled"]
 Layout = Literal["contiguous", "fused", "transposed", "strided_k"]
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 LARGEST_SM_COUNT = 132
 """SMs of an H100 SXM or H200: what "three tiles a CTA" must exceed threefold."""
@@ -32,6 +37,61 @@ class CheckProblem(Problem):
         return " ".join([super().__str__(), *extra])
 
 
+@dataclass(frozen=True)
+class Case:
+    """Inputs of a check problem: q, k and v as the oracle takes them, `given_v` as the kernel does (v itself, or V transposed), and the
+    descales (empty, or all three, float32 (batch, kv_heads))."""
+
+    q: Array
+    k: Array
+    v: Array
+    given_v: Array
+    descales: Descales
+
+
+def make_case(attention: Attention, problem: CheckProblem, *, seed: int = 0, v_transposed: bool = False) -> Case:
+    """The inputs of a problem, the same for the same seed on every machine. `v_transposed` as in the kernel's schedule."""
+    q, k, v = make_inputs(attention, problem, seed=seed, inputs=problem.inputs, layout=problem.layout)
+    given = transpose_v(v, problem.layout) if v_transposed else v
+    return Case(q, k, v, given, make_descales(problem, seed=seed, layout=problem.layout) if problem.inputs == "descaled" else {})
+
+
+def make_descales(problem: Problem, *, seed: int = 0, layout: Layout = "contiguous") -> Descales:
+    """q_descale, k_descale and v_descale (batch, kv_heads): random numbers from 1/2 to 2, no two alike.
+
+    `layout`: "contiguous"; "fused": columns of one (batch, kv_heads, 3) array; "transposed": views of (kv_heads, batch) arrays;
+    "strided_k": k's is every second head of a longer array whose others are NaN, and q's is one for all heads (stride 0).
+    """
+    rng = np.random.default_rng((seed, 1))
+    shape = (problem.batch, problem.hkv)
+    q, k, v = np.exp2(rng.uniform(-1.0, 1.0, (3, *shape))).astype(np.float32)
+    if layout == "fused":
+        fused = np.ascontiguousarray(np.stack([q, k, v], axis=2))
+        q, k, v = (fused[:, :, i] for i in range(3))
+    elif layout == "transposed":
+        q, k, v = (np.ascontiguousarray(x.T).T for x in (q, k, v))
+    elif layout == "strided_k":
+        longer = np.full((shape[0], 2 * shape[1]), np.nan, np.float32)
+        longer[:, ::2] = k
+        q, k = np.broadcast_to(q[:, :1], shape), longer[:, ::2]
+    return {"q_descale": q, "k_descale": k, "v_descale": v}
+
+
+def transpose_v(v: Array, layout: Layout = "contiguous") -> Array:
+    """V (batch, seqlen_k, kv_heads, head_dim_v) as a schedule with v_transposed takes it: (batch, kv_heads, head_dim_v, seqlen_k), its
+    rows padded with NaN to 16 bytes. `layout` "transposed": head_dim_v stands before kv_heads in memory."""
+    batch, keys, heads, dim = v.shape
+    step = 16 // v.dtype.itemsize
+    padded = -(-max(keys, 1) // step) * step
+    if layout == "transposed":
+        rows = np.full((batch, dim, heads, padded), np.nan, v.dtype).transpose(0, 2, 1, 3)
+    else:
+        rows = np.full((batch, heads, dim, padded), np.nan, v.dtype)
+    given: Array = rows[..., :keys]
+    given[...] = v.transpose(0, 2, 3, 1)
+    return given
+
+
 def make_inputs(
     attention: Attention,
     problem: Problem,
@@ -45,7 +105,7 @@ def make_inputs(
 
     `inputs`: "normal": N(0, amplitude²). "sink": the first four keys score about 8 above the rest (natural units), as the first
     tokens of a language model do. "growing": scores rise along the keys by 100 in all, so that a running maximum moves at every
-    block.
+    block. "descaled": as "normal"; the problem has random descales (see `make_descales`).
 
     `layout`: "contiguous" (batch, seq, heads, dim); "fused": slices of one (batch, seq, heads + 2 · kv_heads, dim) tensor, as a
     fused projection leaves them (needs seqlen_q = seqlen_k, head_dim = head_dim_v); "transposed": views of (batch, heads, seq,
@@ -56,7 +116,7 @@ def make_inputs(
     q = _normal(rng, (b, problem.sq, problem.hq, d), amplitude)
     k = _normal(rng, (b, problem.sk, problem.hkv, d), amplitude)
     v = _normal(rng, (b, problem.sk, problem.hkv, attention.dv), amplitude)
-    if inputs != "normal":
+    if inputs in ("sink", "growing"):
         q[..., 0] = 8.0
         per_unit = 1.0 / (8.0 * attention.softmax_scale)  # of k's first column, for one unit of score
         if inputs == "sink":
@@ -99,7 +159,7 @@ def check_problems(attention: Attention, schedule: Schedule) -> tuple[CheckProbl
 
     Tile edges ±1 of both tiles; key-block counts around the ring's stages; lengths 0, 1, 63, 64, 65; more queries than keys (under
     a causal mask: rows that see nothing); GQA 8:1, 28:4, 6:2, MQA; batch 3; every layout; unkind scores; more than three tiles for
-    every CTA of a persistent grid.
+    every CTA of a persistent grid; for e4m3 descales, in every layout.
     """
     tq, tk = schedule.tile_q, schedule.tile_kv
     stages = max(schedule.stages_k, schedule.stages_v)
@@ -127,7 +187,7 @@ def check_problems(attention: Attention, schedule: Schedule) -> tuple[CheckProbl
         at(113, 203, hq=hq, hkv=hkv)
         at(tq + 1, tk + 1, batch=3, hq=hq, hkv=hkv)
     at(1, 333, batch=3, hq=28, hkv=4)
-    for layout in ("fused", "transposed", "strided_k"):
+    for layout in LAYOUTS[1:]:
         at(tq + 1, tq + 1, batch=3, hq=4, hkv=4, layout=layout)
         at(203, 203, batch=2, hq=4, hkv=2, layout=layout)
     at(113, 203, batch=2, hq=4, hkv=2, layout="transposed")
@@ -135,6 +195,14 @@ def check_problems(attention: Attention, schedule: Schedule) -> tuple[CheckProbl
     for inputs in ("sink", "growing"):
         at(tq + 1, 4 * tk + 1, inputs=inputs)
         at(2 * tq, 7 * tk, hq=4, hkv=1, inputs=inputs)
+    if attention.dtype == "e4m3":
+        for hq, hkv in ((2, 1), (4, 4), (28, 4)):
+            at(tq + 1, 2 * tk + 1, batch=3, hq=hq, hkv=hkv, inputs="descaled")
+        for layout in LAYOUTS[1:]:
+            at(203, 203, batch=2, hq=4, hkv=2, inputs="descaled", layout=layout)
+        at(300, 170, batch=2, hq=4, hkv=2, inputs="descaled")
+        at(64, 0, batch=2, hq=4, hkv=2, inputs="descaled")
+        at(3 * tq + 1, tk + 1, batch=3, hq=44, hkv=4, inputs="descaled")
     # Four query tiles in each of 3 · 44 heads: 528 tiles, more than three for each of 132 CTAs; and a longer sequence.
     at(3 * tq + 1, tk + 1, batch=3, hq=44, hkv=4)
     at(3 * tq + 1, 3 * tq + 1, batch=3, hq=44, hkv=11)

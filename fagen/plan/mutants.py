@@ -186,7 +186,7 @@ def _variants(kernel: KernelPlan, role: S.Role, step: S.Step) -> Iterator[tuple[
 
 _SCALAR = (S.Let, S.Var, S.Set, S.Break, S.ClaimTile)
 _PARTS = (S.StoreStats, S.MergeStats, S.StoreFrag, S.AddParts)
-_CONTAINER = (S.Loop, S.Forever, S.If, S.Elected)
+_CONTAINER = (S.Loop, S.Forever, S.If, S.Vote, S.Elected)
 
 
 def _entangled(a: S.Step, b: S.Step) -> bool:

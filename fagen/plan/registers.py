@@ -11,7 +11,8 @@ from .steps import DTYPE_BYTES
 WARPGROUP_REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
 
 # With V transposed in the kernel, the other three warps of the producer's warpgroup hold a strip of V in registers.
-TRANSPOSER_REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160), 4: (24, 112)}
+TRANSPOSER_REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160), 4: (32, 104)}
+TRANSPOSER_NEEDS = 32
 
 OVERHEAD = {"wgmma": 24, "mma_sync": 56}
 """Registers beyond the tiles: row statistics, addresses, cursors, loop state. Calibrated by compiling the tile sizes at the border."""
@@ -46,14 +47,19 @@ def tile_registers(attention: Attention, schedule: Schedule) -> dict[str, int]:
     scores, out = rows * schedule.tile_kv // lanes, rows * attention.dv // lanes
     if schedule.softmax != "fused":  # S in one kernel, O in another
         return {"S": scores} if scores >= out else {"O": out}
-    if (
-        schedule.partition == "split_kv"
-    ):  # a warp has all rows of its keys, and its columns of O; S is gone before there is a product
-        assert schedule.warps is not None
-        scores = schedule.tile_q * schedule.tile_kv // schedule.warps // 32
-        part, p = schedule.tile_q * PART_COLUMNS // 32, scores * size // 4
-        return {"S": scores, "P": p, "O": out} if scores >= part else {"P": p, "O_part": part, "O": out}
-    return {"S": scores, "P": scores * size // 4, "O": out}
+    if schedule.partition == "split_kv":
+        return _split_kv_registers(attention, schedule)
+    early = {"E": scores * size // 4} if schedule.reference == "stale" else {}  # P of the next block, while this one's is in use
+    return {"S": scores, "P": scores * size // 4, **early, "O": out}
+
+
+def _split_kv_registers(attention: Attention, schedule: Schedule) -> dict[str, int]:
+    """A warp has all rows of its keys, and its columns of O; S is gone before there is a product."""
+    assert schedule.warps is not None
+    scores = schedule.tile_q * schedule.tile_kv // schedule.warps // 32
+    part, p = schedule.tile_q * PART_COLUMNS // 32, scores * DTYPE_BYTES[attention.dtype] // 4
+    out = schedule.tile_q * attention.dv // schedule.warps // 32
+    return {"S": scores, "P": p, "O": out} if scores >= part else {"P": p, "O_part": part, "O": out}
 
 
 def q_registers(attention: Attention, schedule: Schedule) -> int:

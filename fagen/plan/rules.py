@@ -49,7 +49,6 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "sink": (True,),
     "parallelism": ("kv_splits",),
     "p_operand": ("shared",),
-    "reference": ("stale",),
     "scale_granularity": ("tensor", "head", "block"),
     "hadamard": (True,),
 }
@@ -186,9 +185,10 @@ def _structure_precision(a: Attention, s: Schedule) -> Iterator[Violation]:
         return
     if s.mma != "wgmma":
         yield Violation("dtype", "dtype", f"e4m3 has no fast path on {s.mma}", ("bf16", "fp16"))
+        return
     if s.tile_kv % 32:
-        near = tuple(sorted(range(32, MAX_TILE_KV + 1, 32), key=lambda x: abs(x - s.tile_kv))[:2])
-        yield Violation("tile-kv", "tile_kv", f"{s.tile_kv} is not a multiple of 32, the depth of one e4m3 product", near)
+        legal = tuple(range(32, MAX_TILE_KV + 1, 32))
+        yield _nearest_int("tile-kv", "tile_kv", s.tile_kv, legal, "is not a multiple of 32, the depth of one e4m3 product")
     if s.roles == "uniform" and not s.v_transposed:
         message = "uniform roles have no warps to transpose an e4m3 V in the kernel"
         yield Violation("v-transposed", "v_transposed", message, (True,))
@@ -213,6 +213,11 @@ def _structure_wgmma(s: Schedule) -> Iterator[Violation]:
         yield Violation(
             "overlap", "overlap", f"{s.overlap!r} takes turns between at least 2 consumers, there is 1", ("none", "within")
         )
+    if s.reference == "stale" and s.overlap not in ("within", "both"):
+        message = (
+            f"a stale reference saves time where the softmax runs under the warpgroup's own product, not with overlap {s.overlap!r}"
+        )
+        yield Violation("reference", "reference", message, ("running",))
     if s.parallelism == "batch_heads":
         legal = ("query_tiles", "persistent_static", "persistent_dynamic")
         yield Violation("parallelism", "parallelism", "'batch_heads' is for mma_sync kernels", legal)
@@ -257,7 +262,7 @@ def _structure_mma_sync(a: Attention, s: Schedule) -> Iterator[Violation]:
         )
     elif _uneven(a, s.tile_kv, s.warps):
         yield _copies(a, s, "tile_kv", 16)
-    for field, legal in (("roles", "uniform"), ("overlap", "none")):
+    for field, legal in (("roles", "uniform"), ("overlap", "none"), ("reference", "running")):
         if getattr(s, field) != legal:
             yield Violation(field, field, f"{getattr(s, field)!r} needs wgmma; mma.sync is synchronous", (legal,))
     if s.registers is not None:
@@ -303,7 +308,7 @@ def resources(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
         message = f"Q, {s.stages_k} K and {s.stages_v} V tiles and barriers need {need} bytes of shared memory, {t.arch} has {t.smem_bytes}"
         fitting = _fitting(attention, s, lambda x: tile_bytes(attention, x) + BARRIER_BYTES <= t.smem_bytes)
         yield Violation("smem", "tile_kv", message, fitting)
-    yield from _register_pool(s, t.registers_per_sm)
+    yield from _register_pool(attention, s, t.registers_per_sm)
     parts = registers.tile_registers(attention, s)
     have, spare = registers.compute_registers(attention, s), registers.overhead(s)
     if sum(parts.values()) + spare > have:
@@ -316,7 +321,7 @@ def resources(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
         yield Violation("registers", "tile_kv", message, _fitting(attention, s, fits))
 
 
-def _register_pool(s: Schedule, pool: int) -> Iterator[Violation]:
+def _register_pool(a: Attention, s: Schedule, pool: int) -> Iterator[Violation]:
     """setmaxnreg moves registers inside what the CTA was launched with; it waits for ever for more."""
     if s.roles != "producer" or s.registers is None:
         return
@@ -329,6 +334,9 @@ def _register_pool(s: Schedule, pool: int) -> Iterator[Violation]:
         best = (launched // 128 - producer) // s.consumers // 8 * 8
         message = f"128·({producer} + {s.consumers}·{consumer}) = {need} registers exceed the {launched} the CTA is launched with"
         yield Violation("register-pool", "registers", message, ((producer, best), registers.WARPGROUP_REGISTERS[s.consumers]))
+    if registers.transposes(a, s) and producer < registers.TRANSPOSER_NEEDS:
+        message = f"{producer} for the producer's warpgroup, whose warps need {registers.TRANSPOSER_NEEDS} to transpose V"
+        yield Violation("registers", "registers", message, (registers.TRANSPOSER_REGISTERS[s.consumers],))
     if consumer < producer:
         yield Violation(
             "registers",

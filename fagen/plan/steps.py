@@ -238,6 +238,18 @@ class Elected(Step):
     body: Body
 
 
+@dataclass(frozen=True, kw_only=True)
+class Vote(Step):
+    """`then` in the warps of which a lane's `unless` (the outcome of a StaleSoftmax) is false, else `orelse`.
+
+    Both hold register steps and MmaWait only, with the same waits on both sides, so that threads part over data alone. Such a
+    branch is also what ptxas moves no code across: the exponentials before it stay before the wait inside it."""
+
+    unless: str
+    then: Body
+    orelse: Body
+
+
 # copies -----------------------------------------------------------------------------------------------------------------
 
 
@@ -400,13 +412,14 @@ class TransposeV(Step):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadScales(Step):
-    """`scores` = softmax scale · log2 e · q_descale · k_descale and `out` = v_descale of this batch and KV head: two float scalars.
+class LoadScale(Step):
+    """float `var` = `constant` · the descales `factors` of this batch and KV head.
 
     Descales are (batch, KV heads) float32 arrays with any strides, or one number each."""
 
-    scores: str
-    out: str
+    var: str
+    constant: float
+    factors: tuple[str, ...]
     head: Expr
     batch: Expr
 
@@ -562,7 +575,7 @@ class OnlineSoftmax(Step):
     """One block of the online softmax (FlashAttention-2, algorithm 1), in units of log2 with `scale_log2` = softmax scale · log2 e:
     m' = max(m, rowmax(s)·scale_log2); alpha = 2^(m − m'); s = 2^(s·scale_log2 − m'); l = l·alpha + the thread's own part of rowsum(s); m = m'.
     A row that has seen no key yet keeps m = −inf, alpha = 0, s = 0. `first`: nothing came before, so alpha is not needed (l = rowsum).
-    `scale`: the scalar of a LoadScales instead of the constant. `offset`: exponentials and l are 2^offset times larger, so that P
+    `scale`: the scalar of a LoadScale instead of the constant. `offset`: exponentials and l are 2^offset times larger, so that P
     fills the range of e4m3."""
 
     s: str
@@ -573,6 +586,40 @@ class OnlineSoftmax(Step):
     first: bool
     scale: str | None = None
     offset: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StaleSoftmax(Step):
+    """Exponentials against the reference of earlier blocks, which need not be the row's maximum so far, only not far below it:
+    e = 2^(s·scale − m + offset) rounded to e's dtype, in P's layout; part = the thread's own part of their row sums; s stays.
+
+    `fits` is true in threads whose values are all in range: the sum (of positive numbers) is below `limit`, or for e4m3 no byte
+    is saturated. NaN and infinities do not fit, so a row without a reference goes to the exact step by itself."""
+
+    e: str
+    s: str
+    m: str
+    part: str
+    fits: str
+    scale_log2: float
+    scale: str | None = None
+    offset: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddSums(Step):
+    """l += part."""
+
+    l: str
+    part: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move(Step):
+    """dst = src, register by register, not before this place: dst was the operand of a product until now."""
+
+    dst: str
+    src: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -596,7 +643,7 @@ class Rescale(Step):
 class Finalise(Step):
     """Sum l over the quad; o[r, :] *= 1 / l[r] (0 where l is 0); lse[r] = (m − offset)·ln 2 + ln l (−inf where l is 0).
 
-    `scale`: a scalar of LoadScales that multiplies o as well. `offset`: as in OnlineSoftmax, undone here for lse."""
+    `scale`: the scalar of a LoadScale that multiplies o as well. `offset`: as in OnlineSoftmax, undone here for lse."""
 
     o: str
     m: str
@@ -741,7 +788,7 @@ def bodies(step: Step) -> tuple[tuple[str, Body], ...]:
     """The nested bodies of a step, with the name of the field that holds each."""
     if isinstance(step, (Loop, Forever, Elected)):
         return (("body", step.body),)
-    if isinstance(step, If):
+    if isinstance(step, (If, Vote)):
         return (("then", step.then), ("orelse", step.orelse))
     return ()
 

@@ -35,6 +35,7 @@ from .steps import (
     StoreStats,
     Sync,
     TmaLoad,
+    Vote,
     Wait,
     step_fields,
 )
@@ -72,6 +73,11 @@ def _lines(body: Body, depth: int) -> Iterator[str]:
             if any(s.kind not in SILENT for s in step.orelse):
                 yield f"{pad}else"
                 yield from _lines(step.orelse, depth + 1)
+        elif isinstance(step, Vote):
+            yield f"{pad}in warps where a value does not fit"
+            yield from _lines(step.then, depth + 1)
+            yield f"{pad}in the others"
+            yield from _lines(step.orelse, depth + 1)
         elif isinstance(step, Elected):
             yield f"{pad}one thread"
             yield from _lines(step.body, depth + 1)

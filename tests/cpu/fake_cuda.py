@@ -24,7 +24,7 @@ from fagen.oracle.numeric import DTYPES
 from fagen.plan import KernelPlan, Plan
 
 OK = real.CUresult.CUDA_SUCCESS
-_MAP = struct.Struct("<Q5Q4Q5I")
+_MAP = struct.Struct("<Q5Q4Q5II")
 
 
 @dataclass
@@ -127,9 +127,10 @@ class FakeCuda:
         return OK, real.CUstreamCaptureStatus(int(stream in self.capturing)), self.capturing.get(stream, 0), 0, [], [], 0
 
     def do_cuTensorMapEncodeTiled(self, dtype: Any, rank: int, address: int, dims: Any, strides: Any, box: Any, *rest: Any) -> Any:
-        assert rank == 5 and address % 16 == 0 and address > 0
+        assert rank == 5 and address % 16 == 0 and address > 0 and all(int(s) % 16 == 0 for s in strides)
+        _, _, swizzle, *_ = rest
         raw = ctypes.create_string_buffer(128)
-        _MAP.pack_into(raw, 0, address, *(int(x) for x in (*dims, *strides, *box)))
+        _MAP.pack_into(raw, 0, address, *(int(x) for x in (*dims, *strides, *box, swizzle)))
         return OK, types.SimpleNamespace(getPtr=lambda: ctypes.addressof(raw))
 
     def do_cuLaunchKernel(
@@ -160,13 +161,13 @@ def _fresh(cached: Any) -> Any:
 
 def params_struct(kernel: KernelPlan) -> type[ctypes.Structure]:
     """struct Params of a kernel as a C compiler lays it out."""
-    scalar = {"i64": ctypes.c_int64, "i32": ctypes.c_int32}
+    scalar = {"i64": ctypes.c_int64, "i32": ctypes.c_int32, "f32": ctypes.c_float}
     fields = [(n, ctypes.c_uint64) for n in kernel.pointers] + [(p.name, scalar[p.ctype]) for p in kernel.params]
     return type("Params", (ctypes.Structure,), {"_fields_": fields})
 
 
 def read_arguments(kernel: KernelPlan, params: int) -> tuple[dict[str, tuple[int, ...]], Any]:
-    """What the kernel receives: its tensor maps by tensor, as (address, dims, strides, box) in one tuple, and Params."""
+    """What the kernel receives: its tensor maps by tensor, as (address, dims, strides, box, swizzle) in one tuple, and Params."""
     addresses = (ctypes.c_void_p * (len(kernel.maps) + 1)).from_address(params)
     maps = {}
     for recipe, address in zip(kernel.maps, addresses):
@@ -186,6 +187,7 @@ def device_array(address: int, shape: Any, byte_strides: Any, dtype: str) -> Any
 def attention_kernel(plan: Plan) -> Callable[[int], None]:
     """What the plan's kernel does (full mask), in NumPy, from its launch arguments alone."""
     kernel, attention = plan.kernels[0], plan.attention
+    size, out_size = (DTYPES[t].itemsize for t in (attention.dtype, attention.output_dtype))
 
     def run(params: int) -> None:
         maps, p = read_arguments(kernel, params)
@@ -195,12 +197,23 @@ def attention_kernel(plan: Plan) -> Callable[[int], None]:
             if name in maps:
                 address, chunk, rows, chunks, heads, batch, *rest = maps[name]
                 ss, cs, sh, sb = rest[:4]
-                a = device_array(address, (batch, rows, heads, chunks, chunk), (sb, ss, sh, cs, 2), attention.dtype)
+                if name == "v" and plan.schedule.v_transposed:  # what stands for a chunk of columns are the keys
+                    return device_array(address, (batch, heads, rows, chunk), (sb, sh, ss, size), attention.dtype).transpose(0, 3, 1, 2)
+                a = device_array(address, (batch, rows, heads, chunks, chunk), (sb, ss, sh, cs, size), attention.dtype)
                 return a.reshape(batch, rows, heads, chunks * chunk)
             rows, heads = (p.sq, p.hq) if name in ("q", "out") else (p.sk, hkv)
-            sb, ss, sh = (2 * getattr(p, f"{name}_{x}") for x in ("sb", "ss", "sh"))
+            item, dtype = (out_size, attention.output_dtype) if name == "out" else (size, attention.dtype)
+            sb, ss, sh = (item * getattr(p, f"{name}_{x}") for x in ("sb", "ss", "sh"))
             width = attention.dv if name in ("v", "out") else attention.head_dim
-            return device_array(getattr(p, name), (batch_of(p), rows, heads, width), (sb, ss, sh, 2), attention.dtype)
+            return device_array(getattr(p, name), (batch_of(p), rows, heads, width), (sb, ss, sh, item), dtype)
+
+        def descale(name: str) -> Any:
+            """As (batch, 1, heads, 1)."""
+            address = getattr(p, name, 0)
+            if address:
+                strides = (4 * getattr(p, f"{name}_sb"), 4 * getattr(p, f"{name}_sh"))
+                return np.repeat(device_array(address, (batch_of(p), hkv), strides, "fp32"), p.group, 1)[:, None, :, None]
+            return getattr(p, f"{name}_value", 1.0)
 
         def batch_of(p: Any) -> int:
             return maps["q"][5] if maps else p.total // (p.n_m * p.hq)
@@ -210,7 +223,8 @@ def attention_kernel(plan: Plan) -> Callable[[int], None]:
         if p.sk == 0:
             out[...], lse[...] = 0, -np.inf
             return
-        k, v = (np.repeat(tensor(n).astype(np.float64), p.group, 2) for n in "kv")
+        k, v = (np.repeat(tensor(n).astype(np.float64), p.group, 2) * descale(f"{n}_descale") for n in "kv")
+        q = q * descale("q_descale")
         s = np.einsum("bihd,bjhd->bhij", q, k) * attention.softmax_scale
         m = s.max(-1, keepdims=True)
         e = np.exp(s - m)

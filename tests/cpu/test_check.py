@@ -212,6 +212,32 @@ def test_a_right_kernel_passes_in_every_layout(name: str, fake: FakeCuda, tmp_pa
     assert not (tmp_path / "repro").exists()
 
 
+DESCALED = tuple(CheckProblem(2, 9, 9, 4, 2, "descaled", layout) for layout in ("contiguous", "fused", "transposed", "strided_k"))
+
+
+@pytest.mark.parametrize("v_transposed", [False, True])
+def test_e4m3_with_descales_in_every_layout(v_transposed: bool, fake: FakeCuda, tmp_path: Path) -> None:
+    _, _, b = make("fa3_fp8", v_transposed=v_transposed)
+    problems = (*LAYOUTS, *DESCALED, CheckProblem(2, 5, 0, 4, 2, "descaled"))
+    run = check(fake, attention_kernel(b.plan), b, problems, tmp_path, seed=3)
+    assert [r.verdict.reason for r in run.results] == [""] * len(problems)
+    assert run.results[-2].to_dict()["inputs"] == "descaled"
+
+
+@pytest.mark.parametrize("descale", ["q_descale", "k_descale", "v_descale"])
+def test_a_kernel_that_ignores_a_descale_fails(descale: str, fake: FakeCuda, tmp_path: Path) -> None:
+    _, _, b = make("fa3_fp8")
+    honest = attention_kernel(b.plan)
+
+    def kernel(params: int) -> None:
+        _, p = read_arguments(b.plan.kernels[0], params)
+        setattr(p, descale, 0)
+        honest(params)
+
+    run = check(fake, kernel, b, DESCALED, tmp_path, seed=3)
+    assert not any(r.verdict.passed for r in run.results)
+
+
 def test_inputs_keep_their_strides_on_the_device(fake: FakeCuda, tmp_path: Path) -> None:
     """The layouts would be worth nothing if the tensors were made contiguous on the way."""
     _, _, b = make()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fagen import Attention, InputError, Schedule, evidence
+from fagen import Attention, InputError, Schedule, evidence, npz
 from fagen.check import reason_no_gpu
 from fagen.cli import COMMANDS, ls, run
 from fagen.cli import check as check_command
@@ -25,7 +26,7 @@ from fagen.cli.common import parse_settings, parse_value, select, variants_of
 from fagen.compile import load_built
 from fagen.emit import emit
 from fagen.library import builtin_names, load
-from fagen.oracle import reference
+from fagen.oracle import CheckProblem, make_inputs, reference, transpose_v
 from fagen.plan import plan
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -236,7 +237,14 @@ def test_variants_cover_the_grid_and_respect_settings() -> None:
     assert [c.variant for c in chosen].count(None) == 1
     assert {c.attention.mask for c in select(["fa2"], causal=True, variants=True)} == {"causal"}
     assert len(select(["fa2"], ["head_dim=64", "dtype=fp16"], variants=True)) == 2
-    assert {v["dtype"] for v in variants_of(Attention(head_dim=64, dtype="e4m3"))} == {"e4m3"}
+    fp8 = Attention(head_dim=64, dtype="e4m3")
+    assert {v["out_dtype"] for v in variants_of(fp8.replace(out_dtype="fp16"))} == {"bf16", "fp16"}
+    assert fp8 in [fp8.replace(**v) for v in variants_of(fp8)]
+    chosen = select(["fa3_fp8"], variants=True)
+    assert len(chosen) == 12 and [c.variant for c in chosen].count(None) == 1
+    assert {(c.attention.head_dim, c.attention.dtype, c.attention.out_dtype, c.attention.mask) for c in chosen} == set(
+        product((64, 128, 256), ("e4m3",), ("bf16", "fp16"), ("full", "causal"))
+    )
     with pytest.raises(InputError, match="two of the schedules"):
         select(["fa2", str(ROOT / "schedules" / "fa2.py")])
 
@@ -406,6 +414,35 @@ def test_run_in_the_simulator_round_trips(fagen: Any, here: Path) -> None:
     np.testing.assert_allclose(out.astype(np.float64), want, atol=0.02)
     np.testing.assert_allclose(lse, want_lse, atol=1e-4)
     assert "out.npz: out (2, 9, 4, 64), lse (2, 4, 9) by fa3.hd64-bf16-causal on the simulator" in fagen(*arguments).out
+
+
+@pytest.mark.parametrize("v_transposed", [False, True])
+def test_run_takes_e4m3_and_descales(v_transposed: bool, fagen: Any, here: Path) -> None:
+    attention = load("fa3_fp8", head_dim=64, v_transposed=v_transposed).attention
+    q, k, v = make_inputs(attention, CheckProblem(2, 9, 20, 4, 2))
+    scales = {"q_descale": np.array([[0.5, 3], [1, 2]], np.float32), "v_descale": np.array(0.25, np.float32)}
+    npz.write("qkv.npz", {"q": q, "k": k, "v": transpose_v(v) if v_transposed else v, **scales})
+    knobs = ("--set", "head_dim=64", "--set", f"v_transposed={str(v_transposed).lower()}")
+    arguments = ("run", "fa3_fp8", "--input", "qkv.npz", "--output", "out.npz", "--device", "cpu", *knobs)
+    assert fagen(*arguments, "--json").json["out"] == [2, 9, 4, 64]
+    got = npz.read("out.npz", ("out", "lse"))
+    want, want_lse = reference(attention, q, k, v, **scales)
+    np.testing.assert_allclose(got["out"].astype(np.float64), want, atol=0.02)
+    np.testing.assert_allclose(got["lse"], want_lse, atol=1e-4)
+    answer = fagen(*arguments[:-3], f"v_transposed={str(not v_transposed).lower()}", "--set", "head_dim=64")
+    assert answer.code == 2 and "v: has shape" in answer.err
+    npz.write("qkv.npz", {"q": q, "k": k, "v": v, "k_descale": np.ones((2, 4), np.float32)})
+    answer = fagen(*arguments[:-4], *knobs[:2])
+    assert answer.code == 2 and "k_descale: has shape (2, 4); expected (2, 2) (batch, kv_heads)" in answer.err
+    answer = fagen("run", "fa3", *arguments[2:-4], *knobs[:2], "--cast")
+    assert answer.code == 2 and "has a k_descale, but the attention takes bf16" in answer.err
+
+
+def test_check_of_e4m3_in_the_simulator(fagen: Any, here: Path) -> None:
+    shapes = ("--shape", "2,4,2,70,331", "--shape", "1,2,1,5,0")
+    for knob in ("v_transposed=false", "v_transposed=true", "out_dtype=fp16"):
+        answer = fagen("check", "fa3_fp8", "--device", "cpu", "--set", "head_dim=64", "--set", knob, *shapes, "--causal", "--json")
+        assert (answer.code, answer.json["passed"], answer.json["failed"]) == (0, 2, 0)
 
 
 def test_run_casts_only_when_told(fagen: Any, here: Path) -> None:

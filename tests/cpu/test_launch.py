@@ -41,7 +41,9 @@ STREAM = 0x70  # torch's current one
 
 
 def schedule_plan(name: str = "fa3", head_dim: int = 64, dtype: str = "bf16", **knobs: object) -> Plan:
-    attention, schedule = load(name, head_dim=head_dim, dtype=dtype, **knobs)
+    """Without a workspace unless the knobs ask for one."""
+    static = {"parallelism": "persistent_static"} if name == "fa3" else {}
+    attention, schedule = load(name, head_dim=head_dim, dtype=dtype, **{**static, **knobs})
     return assemble(attention, schedule)  # the proof has its own tests
 
 
@@ -81,11 +83,12 @@ def make(p: Plan, fake: FakeCuda) -> Kernel:
 # struct Params -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scalars", [(), ("i64", "i32"), ("i64", "i64", "i32", "i32", "i32"), ("i32",)])
+@pytest.mark.parametrize("scalars", [(), ("i64", "i32"), ("i64", "i64", "i32", "i32", "i32"), ("i32",), ("i64", "f32", "f32", "i32")])
 @pytest.mark.parametrize("pointers", [(), ("out",), ("q", "lse", "out"), ("lse", "v", "k", "q", "out")])
 def test_params_are_laid_out_as_c_does(scalars: tuple[str, ...], pointers: tuple[str, ...]) -> None:
     names = ("q", "k", "v", "out", "lse")
-    params = tuple(Param(f"s{i}", c, sym("sq")) for i, c in enumerate(scalars))
+    floats = iter(("q_descale_value", "v_descale_value"))
+    params = tuple(Param(next(floats) if c == "f32" else f"s{i}", c, sym("sq")) for i, c in enumerate(scalars))
     kernel = replace(schedule_plan("fa2").kernels[0], pointers=pointers, params=params)
     values = tuple(-(i + 3) * 1000 for i in range(len(params)))
     arguments = KernelArguments(kernel, KernelLaunch(kernel.name, 1, 128, 0, values, ()), names)

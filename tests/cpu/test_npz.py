@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fagen import Attention, InputError
-from fagen.npz import read, read_inputs, write
+from fagen.npz import read, read_descales, read_inputs, write
 from fagen.oracle.numeric import DTYPES
 
 
@@ -130,3 +130,31 @@ def test_an_old_file_survives_a_failed_write(tmp_path, monkeypatch: pytest.Monke
     with pytest.raises(InputError, match=r"out.npz: cannot be written: No space left on device"):
         write(path, tensors(scale=2.0))
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["out.npz"]
+
+
+# descales -----------------------------------------------------------------------------------------------------------------
+
+E4M3 = Attention(head_dim=8, dtype="e4m3")
+
+
+def test_descales_are_optional_numbers_or_arrays(tmp_path) -> None:
+    path, array = tmp_path / "qkv.npz", np.array([[0.5, 2.0]], np.float32)
+    write(path, {**tensors("e4m3"), "k_descale": array})
+    assert read_descales(path, E4M3).keys() == {"k_descale"}
+    np.testing.assert_array_equal(read_descales(path, E4M3)["k_descale"], array)
+    np.savez(path, q_descale=0.25, v_descale=array.astype(np.float64))
+    with pytest.raises(InputError, match="v_descale is float64, a descale is fp32; --cast converts it"):
+        read_descales(path, E4M3)
+    found = read_descales(path, E4M3, cast=True)
+    assert found["q_descale"] == 0.25 and found["v_descale"].dtype == np.float32
+    np.savez(path, q=array)
+    assert read_descales(path, E4M3) == {} == read_descales(path, Attention(head_dim=8))
+    np.savez(path, q_descale=np.array([[1]]))
+    with pytest.raises(InputError, match="q_descale is int64; expected a floating-point array"):
+        read_descales(path, E4M3)
+
+
+def test_descales_beside_16_bit_tensors_are_refused(tmp_path) -> None:
+    write(tmp_path / "qkv.npz", {**tensors("bf16"), "v_descale": np.ones((1, 2), np.float32)})
+    with pytest.raises(InputError, match="has a v_descale, but the attention takes bf16"):
+        read_descales(tmp_path / "qkv.npz", Attention(head_dim=8))

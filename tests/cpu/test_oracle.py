@@ -16,7 +16,10 @@ from fagen.oracle import (
     baseline_rows,
     blocks,
     cast,
+    check,
     check_problems,
+    make_case,
+    make_descales,
     make_inputs,
     reference,
     reference_rows,
@@ -195,7 +198,7 @@ def test_fused_needs_one_length():
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("name", ["fa2", "fa3"])
+@pytest.mark.parametrize("name", ["fa2", "fa3", "fa3_fp8"])
 def test_check_problems_cover_what_can_go_wrong(name, head_dim):
     a, s = load(name, head_dim=head_dim)
     problems = check_problems(a, s)
@@ -208,8 +211,51 @@ def test_check_problems_cover_what_can_go_wrong(name, head_dim):
     assert any(p.sk == 0 and p.sq for p in problems) and any(p.sq == 0 for p in problems) and any(p.batch == 0 for p in problems)
     assert {(8, 1), (28, 4)} <= {(p.hq, p.hkv) for p in problems} and any(p.batch == 3 for p in problems)
     assert {p.layout for p in problems} == {"contiguous", "fused", "transposed", "strided_k"}
-    assert {p.inputs for p in problems} == {"normal", "sink", "growing"}
+    descaled = [p for p in problems if p.inputs == "descaled"]
+    assert {p.inputs for p in problems} == {"normal", "sink", "growing", *(["descaled"] if name == "fa3_fp8" else [])}
+    if descaled:
+        assert {p.layout for p in descaled} == {p.layout for p in problems}
+        assert any(p.batch > 1 and p.hkv > 1 and p.hq > p.hkv and p.sk > 2 * tk for p in descaled)
+        assert any(p.batch * p.hq * -(-p.sq // tq) > 3 * 132 for p in descaled)
     tiles = max(p.batch * p.hq * -(-p.sq // tq) for p in problems)
     assert tiles > 3 * 132
     scores = sum(p.batch * p.hq * len(sample_rows(p.sq)) * p.sk for p in problems)
     assert scores < 1.3e8, "the float64 reference stays affordable"
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "fused", "transposed", "strided_k"])
+def test_cases_bring_their_descales_and_v_as_the_kernel_takes_it(layout):
+    a, p = Attention(head_dim=64, dtype="e4m3"), CheckProblem(3, 37, 37, 4, 2, "descaled", layout)
+    c = make_case(a, p, seed=5, v_transposed=True)
+    again, other = (make_case(a, p, seed=s).descales for s in (5, 6))
+    for n, x in c.descales.items():
+        assert x.shape == (3, 2) and x.dtype == np.float32 and ((x >= 0.5) & (x <= 2)).all()
+        assert np.array_equal(x, again[n]) and not np.array_equal(x, other[n])
+    assert len({float(x[0, 0]) for x in c.descales.values()}) == 3
+    strides = {n: tuple(s // 4 for s in x.strides) for n, x in c.descales.items()}
+    expected = {
+        "contiguous": [(2, 1)] * 3,
+        "fused": [(6, 3)] * 3,
+        "transposed": [(1, 3)] * 3,
+        "strided_k": [(2, 0), (4, 2), (2, 1)],
+    }
+    assert list(strides.values()) == expected[layout]
+    assert np.array_equal(c.given_v.transpose(0, 3, 1, 2), c.v) and c.given_v.shape == (3, 2, 64, 37)
+    sb, sh, sd, one = c.given_v.strides
+    assert one == 1 and sb % 16 == sh % 16 == sd % 16 == 0
+    assert np.isnan(np.lib.stride_tricks.as_strided(c.given_v, (3, 2, 64, 48))[..., 37:].astype(float)).all(), "never to be read"
+    assert make_case(a, CheckProblem(3, 37, 37, 4, 2)).descales == {}
+
+
+def test_descales_multiply_in_float64():
+    a, p = Attention(head_dim=32, dtype="e4m3", scale=1.0), Problem(2, 5, 9, 4, 2)
+    q, k, v = make_inputs(a, p)
+    scales = make_descales(p)
+    of_q, of_k, of_v = (x.astype(np.float64)[:, None, :, None] for x in scales.values())
+    exact = Attention(head_dim=32, dtype="bf16", scale=1.0)
+    wide = [q.astype(float) * np.repeat(of_q, 2, axis=2), k.astype(float) * of_k, v.astype(float) * of_v]
+    for mine, want in zip(reference(a, q, k, v, **scales), reference(exact, *wide)):
+        np.testing.assert_allclose(mine, want, rtol=1e-13, atol=1e-13)
+    out, lse = baseline(a, q, k, v, **scales)
+    verdict = check(a, q, k, v, out, lse, **scales)
+    assert verdict.passed and not check(a, q, k, v, out, lse).passed

@@ -15,7 +15,8 @@ from fagen import Attention, Schedule, ScheduleError, Violation
 from fagen.plan import rules
 from fagen.target import TARGETS, target
 
-FA2, FA3 = fagen.load("fa2"), fagen.load("fa3")
+FA2, FA3, FP8 = fagen.load("fa2"), fagen.load("fa3"), fagen.load("fa3_fp8")
+NAMES = {FA2[1]: "fa2", FA3[1]: "fa3", FP8[1]: "fa3_fp8"}
 ILLEGAL = sorted((Path(__file__).parents[1] / "illegal").glob("*.py"))
 
 Pair = tuple[Attention, Schedule]
@@ -23,8 +24,8 @@ Pair = tuple[Attention, Schedule]
 
 def change(base: Pair, changes: dict[str, Any]) -> Pair:
     """Fields of either value replaced; with a head_dim come the tiles that the built-in schedule has for it."""
-    if changes.get("head_dim") in rules.HEAD_DIMS and base[1] in (FA2[1], FA3[1]):
-        return fagen.load("fa2" if base[1] == FA2[1] else "fa3", **changes)
+    if changes.get("head_dim") in rules.HEAD_DIMS and base[1] in NAMES:
+        return fagen.load(NAMES[base[1]], **changes)
     mine = {k: v for k, v in changes.items() if k in Attention.field_names()}
     return base[0].replace(**mine), base[1].replace(**{k: v for k, v in changes.items() if k not in mine})
 
@@ -110,6 +111,10 @@ MISTAKES: list[tuple[Pair, dict[str, Any], str, str, tuple[str, ...]]] = [
     (FA2, {"parallelism": "persistent_static"}, "parallelism", "parallelism", ("'persistent_static'", "wgmma")),
     (FA2, {"roles": "producer"}, "roles", "roles", ("'producer'", "wgmma")),
     (FA2, {"head_dim": 64, "tile_kv": 48}, "tile-kv", "tile_kv", ("48", "384", "256 threads")),
+    (FA2, {"dtype": "e4m3"}, "dtype", "dtype", ("e4m3", "mma_sync")),
+    (FA3, {"v_transposed": True}, "v-transposed", "v_transposed", ("e4m3", "bf16")),
+    (FP8, {"roles": "uniform", "overlap": "none", "stages": 1, "tile_kv": 64}, "v-transposed", "v_transposed", ("uniform", "transpose")),
+    (FP8, {"tile_kv": 80}, "tile-kv", "tile_kv", ("80", "32")),
     # resources
     (FA3, {"tile_kv": 192, "stages": 3}, "smem", "tile_kv", ("328192", "232448", "3 K", "3 V")),
     (FA2, {"tile_kv": 128, "stages": (4, 3)}, "smem", "tile_kv", ("262656", "232448", "4 K", "3 V")),

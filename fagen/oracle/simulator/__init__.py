@@ -15,21 +15,25 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...attention import Attention
+from ...descales import Descales
 from ...errors import InputError
 from ...plan import plan as make_plan
 from ...plan.kernel import KernelLaunch, KernelPlan, Launch, Plan, Problem, scalar_env
 from ...plan.steps import DTYPE_BYTES
 from ...schedule import Schedule
-from ..blocks import problem_of
+from ..blocks import problem_of, scales_of
 from ..numeric import DTYPES, F32, Array
 from .engine import Engine
 from .machine import GlobalMemory, SimulatedDeadlock, SimulatedFault
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["SimulatedDeadlock", "SimulatedFault", "Simulation", "simulate", "simulate_sample"]
 
@@ -57,11 +61,13 @@ def simulate(
     seed: int = 0,
     plan: Plan | None = None,
     num_sms: int = 2,
+    **descales: Unpack[Descales],
 ) -> tuple[Array, F32]:
     """The output of the kernel that `plan(attention, schedule)` describes, run step by step on the CPU.
 
     q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, head_dim_v): NumPy
-    arrays of the attention's dtype (ml_dtypes for bf16 and e4m3), any strides. Returns out (batch, seqlen_q, heads, head_dim_v) in
+    arrays of the attention's dtype (ml_dtypes for bf16 and e4m3), any strides; with the schedule's v_transposed, v (batch, kv_heads,
+    head_dim_v, seqlen_k). `q_descale`, `k_descale`, `v_descale` (e4m3): numbers, or float32 arrays (batch, kv_heads). Returns out (batch, seqlen_q, heads, head_dim_v) in
     the output dtype and lse (batch, heads, seqlen_q) in float32.
 
     `seed` chooses the interleaving; a right plan gives the same bits for every seed. `num_sms` CTAs run side by side, and make up
@@ -72,7 +78,7 @@ def simulate(
 
     Raises InputError for tensors that do not fit the attention, SimulatedDeadlock and SimulatedFault for a plan that is wrong.
     """
-    run = _run(attention, schedule, q, k, v, seed=seed, plan=plan, num_sms=num_sms, ctas=None)
+    run = _run(attention, schedule, q, k, v, seed=seed, plan=plan, num_sms=num_sms, ctas=None, descales=descales)
     return run.out, run.lse
 
 
@@ -86,12 +92,13 @@ def simulate_sample(
     seed: int = 0,
     plan: Plan | None = None,
     ctas: int = 8,
+    **descales: Unpack[Descales],
 ) -> Simulation:
     """As `simulate`, for `ctas` CTAs only, chosen by the seed: the way to check sequences above 2048 rows.
 
     Persistent kernels are bound to as many SMs as there are tiles, so that a CTA is one tile; under "batch_heads" it is one head.
     """
-    return _run(attention, schedule, q, k, v, seed=seed, plan=plan, num_sms=ONE_TILE_EACH, ctas=ctas)
+    return _run(attention, schedule, q, k, v, seed=seed, plan=plan, num_sms=ONE_TILE_EACH, ctas=ctas, descales=descales)
 
 
 def _run(
@@ -105,14 +112,18 @@ def _run(
     plan: Plan | None,
     num_sms: int,
     ctas: int | None,
+    descales: Descales,
 ) -> Simulation:
-    problem = problem_of(attention, q, k, v)
+    problem = problem_of(attention, q, k, v, schedule.v_transposed)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype != DTYPES[attention.dtype]:
             raise InputError(name, f"is {x.dtype}; the attention takes {attention.dtype} ({DTYPES[attention.dtype]})")
     for name, count in (("num_sms", num_sms), ("ctas", 1 if ctas is None else ctas)):
         if count < 1:
             raise InputError(name, f"is {count}; needs at least 1")
+    scales = scales_of(attention, problem, descales)
+    if schedule.v_transposed:
+        v = v.transpose(0, 3, 1, 2)
     if plan is None:
         plan = make_plan(attention, schedule)
     out = np.full((problem.batch, problem.hq, problem.sq, attention.dv), np.nan, DTYPES[attention.output_dtype])
@@ -126,6 +137,7 @@ def _run(
             _counters(plan, launch),
             spaces=_spaces(plan, launch),
             dtypes={w.name: w.dtype for w in plan.workspaces},
+            descales=dict(scales),
         )
         for kernel, bound in zip(plan.kernels, launch.kernels):
             _run_kernel(kernel, bound, memory, seed, num_sms, ctas)

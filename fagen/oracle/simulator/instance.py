@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from ...plan import steps as st
 from ...plan.expr import Expr, as_expr
-from ...plan.kernel import DESCALES
 from ..numeric import F32, Array, rounded
 from . import ladder
 from .machine import GlobalMemory, MBarrier, NamedBarrier, SharedSlot, SimulatedFault, Transfer
@@ -58,6 +57,10 @@ class _Cursor:
             self.slot, self.phase = 0, self.phase ^ 1
 
 
+STALE_LIMIT = {"bf16": 65536.0, "fp16": 65504.0}
+E4M3_MAX = 448.0
+
+
 @dataclass
 class _Copy:
     """The part of a cp.async tile that one instance copies."""
@@ -76,6 +79,8 @@ class Instance:
         self.env: dict[str, int] = {**cta.env, "cta": cta.index, "w": index}
         self.registers = {f.name: Register(f) for f in role.frags}
         self.scalars: dict[str, np.float32] = {}
+        self.votes: dict[str, npt.NDArray[np.bool_]] = {}  # of each row, whether its warp's values fit
+        self._rows: npt.NDArray[np.bool_] | None = None  # inside a Vote: the rows of the warps that run this side
         self.cursors = {c.name: _Cursor(c) for c in role.cursors}
         self.at: st.Step | None = None
         self.blocked: Blocked | None = None
@@ -144,6 +149,8 @@ class Instance:
                 yield None
         elif isinstance(step, st.If):
             return (yield from self._body(step.then if self.value(step.cond) else step.orelse))
+        elif isinstance(step, st.Vote):
+            return (yield from self._vote(step))
         elif isinstance(step, st.Elected):
             if self.index == 0:
                 outer, self._single_thread = self._single_thread, True
@@ -153,6 +160,19 @@ class Instance:
         else:
             raise SimulatedFault(f"{step.id}: the simulator does not know a {step.kind}")
         return False
+
+    def _vote(self, step: st.Vote) -> Any:
+        """Each side in the rows of the warps that take it; the waits that both hold once, for the whole instance."""
+        fits = self.votes[step.unless]
+        self._rows = ~fits
+        yield from self._body(step.then)
+        self._rows = fits
+        yield from self._body(tuple(x for x in step.orelse if not isinstance(x, st.MmaWait)))
+        self._rows = None
+        return False
+
+    def _put(self, register: Register, value: Array) -> None:
+        register.write(value if self._rows is None else np.where(self._rows[:, None], value, register.value))
 
     def value(self, e: Expr) -> int:
         return e.eval(self.env)
@@ -201,10 +221,11 @@ class Instance:
         strips = np.arange(turned.data.shape[0]) // 16 % self.role.count == self.index
         turned.write(raw.data.T, np.broadcast_to(strips[:, None], turned.data.shape), generic=self.name)
 
-    def load_scales(self, step: st.LoadScales) -> None:
-        q, k, v = (self.cta.memory.descale(name, self.value(step.batch), self.value(step.head)) for name in DESCALES)
-        self.scalars[step.scores] = q * k
-        self.scalars[step.out] = v
+    def load_scale(self, step: st.LoadScale) -> None:
+        place = (self.value(step.batch), self.value(step.head))
+        self.scalars[step.var] = np.float32(step.constant)
+        for name in step.factors:
+            self.scalars[step.var] *= self.cta.memory.descale(name, *place)
 
     def load_frag(self, step: st.LoadFrag) -> None:
         dst = self.registers[step.dst]
@@ -321,7 +342,7 @@ class Instance:
 
     def fill(self, step: st.Fill) -> None:
         dst = self.registers[step.dst]
-        dst.write(np.full(dst.shape, step.value, np.float32))
+        self._put(dst, np.full(dst.shape, step.value, np.float32))
 
     def limits(self, step: st.Limits) -> None:
         dst = self.registers[step.dst]
@@ -330,18 +351,16 @@ class Instance:
         for r in range(dst.shape[0]):
             env["row"] = first + r
             rows.append(step.limit.eval(env))
-        dst.write(np.array(rows, np.int64)[:, None])
+        self._put(dst, np.array(rows, np.int64)[:, None])
 
     def mask(self, step: st.Mask) -> None:
         s, limits = self.registers[step.s], self.registers[step.limits].value
         key = self.value(step.first_key) + np.arange(s.shape[1])
-        s.write(np.where(key > limits, np.float32(-np.inf), s.value))
+        self._put(s, np.where(key > limits, np.float32(-np.inf), s.value))
 
     def online_softmax(self, step: st.OnlineSoftmax) -> None:
         s, m, l, alpha = (self.registers[x] for x in (step.s, step.m, step.l, step.alpha))
-        scale = np.float32(step.scale_log2)
-        if step.scale is not None:
-            scale *= self.scalars[step.scale]
+        scale = np.float32(step.scale_log2) if step.scale is None else self.scalars[step.scale]
         highest = s.value.max(axis=1, keepdims=True) * scale
         new = highest if step.first else np.maximum(m.value, highest)
         reference = np.where(np.isneginf(new), np.float32(0), new)  # a row without a key yet: 2^(−inf − 0) = 0
@@ -351,29 +370,48 @@ class Instance:
         p = np.exp2(exponent, out=exponent)
         total = p.sum(axis=1, keepdims=True)
         if step.first:
-            l.write(total)
-            alpha.write(alpha.nan())  # not computed
+            self._put(l, total)
+            self._put(alpha, alpha.nan())  # not computed
         else:
             factor = np.exp2(m.value - reference)
-            l.write(l.value * factor + total)
-            alpha.write(factor)
-        s.write(p)
-        m.write(new)
+            self._put(l, l.value * factor + total)
+            self._put(alpha, factor)
+        self._put(s, p)
+        self._put(m, new)
+
+    def stale_softmax(self, step: st.StaleSoftmax) -> None:
+        s, m, e, part = (self.registers[x] for x in (step.s, step.m, step.e, step.part))
+        scale = np.float32(step.scale_log2) if step.scale is None else self.scalars[step.scale]
+        exponent: F32 = (s.value.astype(np.float64) * np.float64(scale) - m.value).astype(np.float32)
+        exponent += np.float32(step.offset)
+        p = np.exp2(exponent, out=exponent)
+        self._put(part, p.sum(axis=1, keepdims=True))
+        self._put(e, rounded(p, e.dtype))
+        # The GPU votes on each thread's share of two rows, the model on whole rows: near the limit they may part, both right.
+        fits = np.abs(e.value) < E4M3_MAX if e.dtype == "e4m3" else part.value < STALE_LIMIT[e.dtype]
+        self.votes[step.fits] = fits.reshape(-1, 16 * fits.shape[1]).all(axis=1).repeat(16)
+
+    def add_sums(self, step: st.AddSums) -> None:
+        l = self.registers[step.l]
+        self._put(l, l.value + self.registers[step.part].value)
+
+    def move(self, step: st.Move) -> None:
+        self._put(self.registers[step.dst], self.registers[step.src].value)
 
     def pack(self, step: st.Pack) -> None:
         p = self.registers[step.p]
-        p.write(rounded(self.registers[step.s].value, p.dtype))
+        self._put(p, rounded(self.registers[step.s].value, p.dtype))
 
     def rescale(self, step: st.Rescale) -> None:
         o = self.registers[step.o]
-        o.write(o.value * self.registers[step.alpha].value)
+        self._put(o, o.value * self.registers[step.alpha].value)
 
     def finalise(self, step: st.Finalise) -> None:
         o, m, l, lse = (self.registers[x] for x in (step.o, step.m, step.l, step.lse))
         blind = l.value == 0
         scale = np.float32(1) if step.scale is None else self.scalars[step.scale]
-        o.write(o.value * np.where(blind, np.float32(0), scale / l.value))
-        lse.write(np.where(blind, np.float32(-np.inf), (m.value - np.float32(step.offset)) * LN2 + np.log(l.value)))
+        self._put(o, o.value * np.where(blind, np.float32(0), scale / l.value))
+        self._put(lse, np.where(blind, np.float32(-np.inf), (m.value - np.float32(step.offset)) * LN2 + np.log(l.value)))
 
 
 @lru_cache(maxsize=256)
@@ -390,7 +428,8 @@ _PRIVATE = frozenset(
     (
         *ladder.PRIVATE,
         *(st.Let, st.Var, st.Set, st.Advance, st.CpCommit, st.StoreOut, st.StoreRow, st.Fill, st.Limits, st.Mask),
-        *(st.OnlineSoftmax, st.Pack, st.Rescale, st.Finalise, st.LoadScales),
+        *(st.OnlineSoftmax, st.Pack, st.Rescale, st.Finalise, st.LoadScale),
+        *(st.StaleSoftmax, st.AddSums, st.Move),
     )
 )
 """Steps that no other role can notice, so nobody needs to come in before them."""
@@ -405,7 +444,7 @@ _ACTIONS: dict[type[st.Step], Callable[[Instance, Any], Blocked | None]] = {
     st.CpWait: Instance.cp_wait,
     st.LoadFrag: Instance.load_frag,
     st.TransposeV: Instance.transpose_v,
-    st.LoadScales: Instance.load_scales,
+    st.LoadScale: Instance.load_scale,
     st.StoreOut: Instance.store_out,
     st.StoreRow: Instance.store_row,
     st.ClaimTile: Instance.claim_tile,
@@ -425,6 +464,9 @@ _ACTIONS: dict[type[st.Step], Callable[[Instance, Any], Blocked | None]] = {
     st.Limits: Instance.limits,
     st.Mask: Instance.mask,
     st.OnlineSoftmax: Instance.online_softmax,
+    st.StaleSoftmax: Instance.stale_softmax,
+    st.AddSums: Instance.add_sums,
+    st.Move: Instance.move,
     st.Pack: Instance.pack,
     st.Rescale: Instance.rescale,
     st.Finalise: Instance.finalise,

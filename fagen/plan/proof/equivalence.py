@@ -181,8 +181,8 @@ def _stronger_phase(c: Change, facts: Facts) -> bool:
 
 
 def _released_twice(c: Change, facts: Facts) -> bool:
-    arrive = c.steps[1]
-    reads = {s.id for s in S.walk(c.steps[:1])}
+    before, arrive = c.steps
+    reads = {s.id for s in S.walk((before,))} | facts.seen.completed.get(before.id, set())
     found = [bars for (step, _), bars in facts.seen.released.items() if step in reads]
     return isinstance(arrive, S.Arrive) and bool(found) and all(bars - {arrive.bar} for bars in found)
 

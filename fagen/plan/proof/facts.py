@@ -38,6 +38,8 @@ class Thread:
     covered_at_sync: int = 0
     copies: dict[SlotKey, tuple[str, int]] = field(default_factory=dict)
     """Slot → the copy that filled it last, and the number of its group."""
+    products: list[str] = field(default_factory=list)
+    """Asynchronous products that no MmaWait has completed yet, oldest first."""
 
 
 @dataclass
@@ -60,6 +62,8 @@ class Observed:
     """Copy → how many groups younger it could be and still be waited for before it is read."""
     released: dict[tuple[str, str], set[str]] = field(default_factory=dict)
     """(reading step, ring) → barriers at each of which the reader arrives after reading, and which the next fill waits for."""
+    completed: dict[str, set[str]] = field(default_factory=dict)
+    """MmaWait → the products that it completes."""
     _threads: dict[int, Thread] = field(default_factory=dict)
     _intervals: list[Interval] = field(default_factory=list)
 
@@ -72,6 +76,12 @@ class Observed:
             for b, other in line.cursors.items():
                 if other.slot != line.cursors[a].slot:
                     self.apart.add((step.id, *sorted((a, b))))
+        if isinstance(step, S.Mma) and step.unit == "wgmma":
+            thread.products.append(step.id)
+        elif isinstance(step, S.MmaWait):
+            done = max(len(thread.products) - step.pending, 0)
+            self.completed.setdefault(step.id, set()).update(thread.products[:done])
+            del thread.products[:done]
         if isinstance(step, S.CtaSync):
             thread.passed.append(step.id)
             thread.covered_at_sync = thread.covered

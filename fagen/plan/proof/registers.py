@@ -14,12 +14,15 @@ _USES: dict[type[S.Step], Callable[[Any], Uses]] = {
     S.LoadFrag: lambda s: ((), (s.dst,)),
     S.StoreOut: lambda s: ((s.src,), ()),
     S.StoreRow: lambda s: ((s.src,), ()),
-    S.LoadScales: lambda s: ((), ()),
+    S.LoadScale: lambda s: ((), ()),
     S.Fill: lambda s: ((), (s.dst,)),
     S.Limits: lambda s: ((), (s.dst,)),
     S.Mask: lambda s: ((s.s, s.limits), (s.s,)),
     S.OnlineSoftmax: lambda s: ((s.s,), (s.s, s.m, s.l)) if s.first else ((s.s, s.m, s.l), (s.s, s.m, s.l, s.alpha)),
     S.Pack: lambda s: ((s.s,), (s.p,)),
+    S.StaleSoftmax: lambda s: ((s.s, s.m), (s.e, s.part)),
+    S.AddSums: lambda s: ((s.l, s.part), (s.l,)),
+    S.Move: lambda s: ((s.src,), (s.dst,)),
     S.Rescale: lambda s: ((s.o, s.alpha), (s.o,)),
     S.Finalise: lambda s: ((s.o, s.m, s.l), (s.o, s.lse)),
     S.StoreScores: lambda s: ((s.src,), ()),
@@ -44,7 +47,8 @@ _ROW_PASS: dict[str, Callable[[str, str], Uses]] = {
     "normalise": lambda m, l: ((m, l), ()),
 }
 REGISTER_STEPS = (
-    *(S.LoadScales, S.Fill, S.Limits, S.Mask, S.OnlineSoftmax, S.Pack, S.Rescale, S.Finalise, S.StoreOut, S.StoreRow),
+    *(S.LoadScale, S.Fill, S.Limits, S.Mask, S.OnlineSoftmax, S.StaleSoftmax, S.AddSums, S.Move, S.Pack, S.Rescale, S.Finalise),
+    *(S.StoreOut, S.StoreRow),
     *(S.SumRow, S.CopyRow, S.MulRow, S.Reciprocal, S.LogSumExp, S.StoreScores, S.RowPass),
     *(S.StoreAcc, S.LoadAcc, S.LoadRow),
 )

@@ -17,7 +17,7 @@ from ..kernel import KernelPlan
 from . import ladder, memory, sync
 from .evaluate import Evaluator
 from .order import Order
-from .registers import Registers
+from .registers import REGISTER_STEPS, Registers
 from .state import CursorState, Failure, Fill, Line, MBarState, NamedState, SlotKey, Stop, WaitRecord, unknown
 from .sync import Blocking
 
@@ -160,6 +160,18 @@ class Run:
     def _if(self, line: Line, step: S.If) -> Blocking:
         return self._body(line, step.then if self.evaluate(step.cond, line.env) else step.orelse)
 
+    def _vote(self, line: Line, step: S.Vote) -> Blocking:
+        """Which side a warp takes is a matter of data. Both are register steps with the same waits, so one stands for both."""
+        waits = [[s for s in side if isinstance(s, S.MmaWait)] for side in (step.then, step.orelse)]
+        if [(w.pending, w.ready) for w in waits[0]] != [(w.pending, w.ready) for w in waits[1]]:
+            self.refuse("vote", line, step, "waits for different products on its two sides")
+        other = [s for side in (step.then, step.orelse) for s in side if not isinstance(s, (*REGISTER_STEPS, S.MmaWait))]
+        if other:
+            self.refuse("vote", line, step, f"holds {other[0].id}, which is neither a register step nor an MmaWait")
+        left = yield from self._body(line, step.then)
+        yield from self._body(line, tuple(s for s in step.orelse if not isinstance(s, S.MmaWait)))
+        return left
+
     def _elected(self, line: Line, step: S.Elected) -> Blocking:
         """Thread 0 runs the body. The others of its warp do not learn what it learns, but cannot run ahead of it for good."""
         if not line.leads:
@@ -183,6 +195,7 @@ _BLOCKING: dict[type[S.Step], Callable[[Run, Line, Any], Blocking]] = {
     S.Loop: Run._loop,
     S.Forever: Run._forever,
     S.If: Run._if,
+    S.Vote: Run._vote,
     S.Elected: Run._elected,
     **sync.BLOCKING,
 }

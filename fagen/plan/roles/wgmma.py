@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from ..expr import Expr, as_expr, eq, minimum, sym
 from ..registers import transposes
 from ..steps import (
+    AddSums,
     Advance,
     Arrive,
     Body,
@@ -28,6 +29,7 @@ from ..steps import (
     Mask,
     Mma,
     MmaWait,
+    Move,
     NArrive,
     OnlineSoftmax,
     Pack,
@@ -35,9 +37,11 @@ from ..steps import (
     Rescale,
     Role,
     Slot,
+    StaleSoftmax,
     Sync,
     TmaLoad,
     TransposeV,
+    Vote,
     Wait,
 )
 from ..tiles import B, H, J, M, N, Tiles, W
@@ -177,10 +181,21 @@ class Wgmma:
         return (
             Frag("S", 64, s.tile_kv, "fp32", "acc64"),
             Frag("O", 64, a.dv, "fp32", "acc64"),
-            Frag("P", 64, s.tile_kv, a.dtype, "a64_e4m3perm" if self.transposes else "a64_e4m3" if a.dtype == "e4m3" else "a64"),
+            Frag("P", 64, s.tile_kv, a.dtype, self._p_layout()),
+            *self._early_frags(),
             *(Frag(name, 64, 1, "fp32", "row64") for name in ("m_ref", "l_sum", "alpha", "lse")),
             Frag("last_key", 64, 1, "i32", "row64"),
         )
+
+    def _early_frags(self) -> tuple[Frag, ...]:
+        """With a stale reference: P of the next block, computed while this block's is still an operand, and its row sums."""
+        a, s = self.tiles.attention, self.tiles.schedule
+        if s.reference != "stale":
+            return ()
+        return Frag("E", 64, s.tile_kv, a.dtype, self._p_layout()), Frag("part", 64, 1, "fp32", "row64")
+
+    def _p_layout(self) -> str:
+        return "a64_e4m3perm" if self.transposes else "a64_e4m3" if self.tiles.attention.dtype == "e4m3" else "a64"
 
     @property
     def _is_uniform(self) -> bool:
@@ -216,7 +231,7 @@ class Wgmma:
             scale_log2=self.tiles.attention.scale_log2,
             first=first,
             scale="score_scale" if self.tiles.attention.dtype == "e4m3" else None,
-            offset=p_offset(self.tiles.attention),
+            offset=p_offset(self.tiles),
         )
         return (*mask, soft)
 
@@ -291,7 +306,9 @@ class Wgmma:
             *self._softmax(N - 1, masked=True, first=True),
             Pack(p="P", s="S"),
         )
-        build = self._block_waited if self.tiles.schedule.overlap == "pingpong" else self._block_overlapped
+        s = self.tiles.schedule
+        overlapped = self._block_stale if s.reference == "stale" else self._block_overlapped
+        build = self._block_waited if s.overlap == "pingpong" else overlapped
         block = {masked: build(masked) for masked in (True, False)}
         tail = (
             *self._release_q(),
@@ -314,6 +331,36 @@ class Wgmma:
             *self._release("v", J + 1),
             Pack(p="P", s="S"),
             Rescale(o="O", alpha="alpha"),
+        )
+
+    def _block_stale(self, masked: bool) -> Body:
+        """within, both, against a stale reference: neither maximum nor rescaling stands between the scores and the exponentials.
+
+        A warp whose values do not fit computes the block again, exactly, from the scores, which are still there.
+        """
+        online = self._softmax(J, masked=False)
+        (exact,) = online
+        assert isinstance(exact, OnlineSoftmax)
+        done = MmaWait(pending=0, ready=("O", "P"))
+        mask = self._softmax(J, masked)[:-1]
+        scale = {"scale_log2": exact.scale_log2, "scale": exact.scale, "offset": exact.offset}
+        stale = StaleSoftmax(e="E", s="S", m="m_ref", part="part", fits="fits", **scale)  # type: ignore[arg-type]
+        vote = Vote(
+            name="exact",
+            unless="fits",
+            then=(exact, Pack(p="E", s="S"), done, Rescale(o="O", alpha="alpha")),
+            orelse=(AddSums(l="l_sum", part="part"), done),
+        )
+        return (
+            Wait(bar="k_full", cursor="k"),
+            *self._in_turn(self._qk(J), Wait(bar="v_full", cursor="v"), self._pv(J + 1)),
+            MmaWait(pending=1, ready=("S",), why="the scores are there, P·V still runs"),
+            *self._release("k", J),
+            *mask,
+            stale,
+            vote,
+            *self._release("v", J + 1),
+            Move(dst="P", src="E"),
         )
 
     def _block_waited(self, masked: bool) -> Body:

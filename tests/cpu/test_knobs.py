@@ -1,0 +1,239 @@
+"""The knob walk: every field of both values is honoured or rejected, never ignored.
+
+For each field: a change (with the fields it is tied to) after which the program and the comment-free code are others; and for each value it
+can take, a legal schedule that takes it, or its place in the list of what no kernel honours yet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+
+import fagen
+from fagen import Attention, Schedule, ScheduleError
+from fagen.compile import compile_cubin
+from fagen.emit import emit
+from fagen.plan import rules
+
+# What is rejected with code not-yet. A kernel that honours one of these takes it out here as well as in the rules.
+NOT_YET: dict[str, tuple[object, ...]] = {
+    "mask": ("window",),
+    "sink": (True,),
+    "loop_order": ("kv_outer",),
+    "parallelism": ("kv_splits",),
+    "partition": ("split_kv",),
+    "movement": ("ld_st",),
+    "p_operand": ("shared",),
+    "softmax": ("three_pass", "two_pass"),
+    "normalise": ("each_step",),
+    "reference": ("stale",),
+    "scale_granularity": ("tensor", "head", "block"),
+    "hadamard": (True,),
+}
+NOT_YET_SET: dict[str, tuple[object, ...]] = {
+    "window": ((128, 0), (0, 0)),
+    "softcap": (30.0, 0.0),
+    "promote_every": (1, 4),
+}
+"""Fields that must be None, with values to try."""
+
+Pair = tuple[Attention, Schedule]
+Changes = dict[str, Any]
+
+FA2, FA3 = tuple(fagen.load("fa2", head_dim=64)), tuple(fagen.load("fa3", head_dim=64))
+FP8: Pair = tuple(fagen.load("fa3_fp8", head_dim=64))
+FA3_2: Pair = (FA3[0], FA3[1].replace(tile_q=128, consumers=2, tile_kv=64))
+"""Two consumers at head_dim 64."""
+UNIFORM: Changes = {"roles": "uniform", "overlap": "none", "tile_kv": 64}
+
+
+def consumers(n: int) -> Changes:
+    return {"consumers": n, "tile_q": 64 * n, "tile_kv": 32, "overlap": "both" if n > 1 else "within"}
+
+
+def warps(n: int) -> Changes:
+    return {"warps": n, "tile_q": 16 * n, "tile_kv": 64}
+
+
+WGMMA: Changes = {
+    "arch": "sm_90a", "mma": "wgmma", "movement": "tma", "warps": None, "consumers": 2, "tile_q": 128, "tile_kv": 64,
+    "stages": 1, "overlap": "none", "roles": "uniform",
+}
+"""From an mma_sync schedule to a wgmma one: what is tied together."""
+
+# field: value, the base it is tried on, the other fields it is tied to. Every value a field can take stands here or in NOT_YET.
+ACCEPTED: dict[str, list[tuple[object, Pair, Changes]]] = {
+    "head_dim": [(d, tuple(fagen.load(n, head_dim=d)), {}) for n in ("fa2", "fa3", "fa3_fp8") for d in (64, 128, 256)],
+    "head_dim_v": [(None, FA3, {}), (64, FA3, {}), (128, tuple(fagen.load("fa3")), {})],
+    "dtype": [*((d, base, {}) for d in ("bf16", "fp16") for base in (FA2, FA3)), ("e4m3", FP8, {}), ("e4m3", FA3, {})],
+    "out_dtype": [(d, base, {}) for d in (None, "bf16", "fp16") for base in (FA2, FA3, FP8)],
+    "mask": [(m, base, {}) for m in ("full", "causal") for base in (FA2, FA3, FP8)],
+    "scale": [(x, base, {}) for x in (None, 1, 0.5, 1e-30, 1e30) for base in (FA2, FA3, FP8)],
+    "window": [(None, FA3, {})],
+    "softcap": [(None, FA3, {})],
+    "sink": [(False, FA3, {})],
+    "arch": [("sm_80", FA2, {}), ("sm_90", FA2, {}), ("sm_90a", FA3, {})],
+    "tile_q": [*((q, FA2, {"warps": w, "tile_kv": 32}) for q in (16, 32, 48, 64, 128, 192, 256) for w in (1, 2, 4, 8) if q % (16 * w) == 0 and q // w <= 48), *((64 * n, FA3, consumers(n)) for n in (1, 2, 3, 4))],
+    "tile_kv": [*((kv, FA2, {"warps": 4, "tile_q": 64}) for kv in (16, 48, 80, 128)), *((kv, FA3_2, {"stages": 1}) for kv in range(16, 193, 16)), *((kv, FP8, {"stages": 1}) for kv in range(32, 161, 32))],
+    "loop_order": [("q_outer", FA2, {})],
+    "parallelism": [("batch_heads", FA2, {}), ("query_tiles", FA2, {}), *((p, FA3, {}) for p in ("query_tiles", "persistent_static", "persistent_dynamic"))],
+    "partition": [("split_q", FA2, {})],
+    "roles": [("uniform", FA3, UNIFORM), ("producer", FA3, {})],
+    "warps": [(None, FA3, {}), *((n, FA2, warps(n)) for n in (1, 2, 4, 8))],
+    "consumers": [(None, FA2, {}), *((n, FA3, consumers(n)) for n in (1, 2, 3, 4))],
+    "registers": [(None, FA3, {}), (None, FA3, UNIFORM), ((24, 152), FA3, {}), ((40, 232), FA3_2, {}), ((24, 200), FA3_2, {})],
+    "movement": [("cp_async", FA2, {}), ("tma", FA3, {})],
+    "mma": [("mma_sync", FA2, {}), ("wgmma", FA2, WGMMA)],
+    "p_operand": [("registers", FA2, {}), ("registers", FA3, {})],
+    "stages": [(n, base, {"tile_kv": 64}) for n in (1, 2, 3, 4, (1, 2), (2, 1), (1, 4), (3, 2)) for base in (FA2, FA3, (FA3[0], FA3[1].replace(**UNIFORM)))],
+    "overlap": [*((o, FA3, {}) for o in ("none", "within", "pingpong", "both")), *((o, FA3, {**UNIFORM, "overlap": o}) for o in ("none", "within")), ("none", FA2, {})],
+    "softmax": [("fused", FA3, {})],
+    "normalise": [("once", FA3, {})],
+    "reference": [("running", FA3, {})],
+    "scale_granularity": [(None, FA3, {})],
+    "hadamard": [(False, FA3, {})],
+    "v_transposed": [(False, FA3, {}), (False, FP8, {}), (True, FP8, {}), (True, FP8, {**UNIFORM, "overlap": "within"})],
+    "promote_every": [(None, FA3, {})],
+}  # fmt: skip
+
+# field: base, the field's value and what is tied to it, on the one side and on the other.
+# Both sides are legal; the program and the code must differ. Fields with one legal value are in ONE_VALUE.
+EFFECT: dict[str, list[tuple[Pair, Changes, Changes]]] = {
+    "head_dim": [(FA2, {"head_dim": 64, "tile_kv": 64}, {"head_dim": 128, "tile_kv": 64}), (FA3, {"head_dim": 64, "tile_kv": 80}, {"head_dim": 128, "tile_kv": 80})],
+    "dtype": [(FA2, {"dtype": "bf16"}, {"dtype": "fp16"}), (FA3, {"dtype": "bf16", "out_dtype": "fp16"}, {"dtype": "fp16"}), (FA3, {"dtype": "e4m3"}, {"dtype": "bf16"})],
+    "out_dtype": [(FA2, {}, {"out_dtype": "fp16"}), (FA3, {"dtype": "fp16"}, {"dtype": "fp16", "out_dtype": "bf16"}), (FP8, {}, {"out_dtype": "fp16"})],
+    "mask": [(FA2, {"mask": "full"}, {"mask": "causal"}), (FA3, {"mask": "full"}, {"mask": "causal"})],
+    "scale": [(FA2, {}, {"scale": 0.25}), (FA3, {"scale": 0.25}, {"scale": 0.5}), (FP8, {}, {"scale": 0.5})],
+    "arch": [(FA2, {"arch": "sm_90"}, WGMMA)],
+    "tile_q": [(FA2, {"tile_q": 64, "warps": 4}, {"tile_q": 128, "warps": 4, "tile_kv": 64}), (FA2, {"tile_kv": 32}, {"tile_kv": 32, "tile_q": 256}), (FA3, consumers(2), consumers(3))],
+    "tile_kv": [(FA2, {"tile_kv": 64}, {"tile_kv": 128}), (FA3, {"tile_kv": 64}, {"tile_kv": 80})],
+    "parallelism": [
+        (FA2, {"parallelism": "batch_heads"}, {"parallelism": "query_tiles"}),
+        *((FA3, {"parallelism": a}, {"parallelism": b}) for a, b in (("query_tiles", "persistent_static"), ("persistent_static", "persistent_dynamic"))),
+    ],
+    "roles": [(FA3, UNIFORM, {**UNIFORM, "roles": "producer"})],
+    "warps": [(FA2, {"tile_q": 128, "warps": 4, "tile_kv": 64}, {"tile_q": 128, "warps": 8, "tile_kv": 64})],
+    "consumers": [(FA3, consumers(n), {**consumers(n + 1), "overlap": consumers(n)["overlap"]}) for n in (1, 2, 3)],
+    "registers": [(FA3_2, {}, {"registers": (40, 232)}), (FA3_2, {"registers": (24, 200)}, {"registers": (24, 208)}), (FA3_2, {"registers": (24, 200)}, {"registers": (32, 200)})],
+    "movement": [(FA2, {"movement": "cp_async"}, WGMMA)],
+    "mma": [(FA2, {"mma": "mma_sync"}, WGMMA)],
+    "stages": [(base, {"tile_kv": 64, "stages": a}, {"tile_kv": 64, "stages": b}) for base in (FA2, FA3) for a, b in ((1, 2), (2, 3), (3, 4), (2, (2, 1)), ((1, 2), (2, 1)))],
+    "overlap": [(FA3, {"overlap": a}, {"overlap": b}) for a, b in (("none", "within"), ("within", "pingpong"), ("pingpong", "both"), ("none", "pingpong"), ("within", "both"))]
+    + [(FA3, UNIFORM, {**UNIFORM, "overlap": "within"})],
+    "v_transposed": [(FP8, {"v_transposed": False}, {"v_transposed": True})],
+}  # fmt: skip
+
+ONE_VALUE = {
+    "head_dim_v": "None or head_dim itself",
+    **dict.fromkeys(NOT_YET_SET, "None until it is honoured"),
+    **dict.fromkeys(
+        ("sink", "loop_order", "partition", "p_operand", "softmax", "normalise", "reference", "scale_granularity", "hadamard"),
+        "the others are not yet honoured",
+    ),
+}  # fmt: skip
+"""Fields with a single legal meaning today, and why."""
+
+FIELDS = (*Attention.field_names(), *Schedule.field_names())
+
+
+def change(base: Pair, changes: Changes) -> Pair:
+    mine = {k: v for k, v in changes.items() if k in Attention.field_names()}
+    return base[0].replace(**mine), base[1].replace(**{k: v for k, v in changes.items() if k not in mine})
+
+
+def test_the_walk_meets_every_field() -> None:
+    assert set(ACCEPTED) == set(FIELDS)
+    assert set(EFFECT) | set(ONE_VALUE) == set(FIELDS) and not set(EFFECT) & set(ONE_VALUE)
+
+
+def test_the_list_of_what_is_not_yet_honoured() -> None:
+    """Held literally: it gets shorter on purpose, by the change that honours a value."""
+    assert rules.NOT_YET == NOT_YET
+    assert set(rules.NOT_YET_SET) == set(NOT_YET_SET)
+
+
+@pytest.mark.parametrize("field", rules.CHOICES)
+def test_every_choice_is_accepted_or_not_yet(field: str) -> None:
+    accepted = [value for value, _, _ in ACCEPTED[field]]
+    for value in rules.CHOICES[field]:
+        assert (value in accepted) != (value in NOT_YET.get(field, ())), f"{field}={value!r}"
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_every_value_is_accepted_somewhere(field: str) -> None:
+    for value, base, tied in ACCEPTED[field]:
+        pair = change(base, {**tied, field: value})
+        rules.check(*pair)
+        assert emit(fagen.plan(*pair)).text
+
+
+@pytest.mark.parametrize("field, value", [(f, v) for f, values in (NOT_YET | NOT_YET_SET).items() for v in values], ids=str)
+@pytest.mark.parametrize("base", [FA2, FA3], ids=["fa2", "fa3"])
+def test_what_is_not_yet_honoured_says_so(field: str, value: object, base: Pair) -> None:
+    with pytest.raises(ScheduleError) as e:
+        fagen.plan(*change(base, {field: value}))
+    (violation,) = e.value.violations
+    assert (violation.code, violation.field) == ("not-yet", field)
+    assert repr(value) in violation.message and violation.nearest and value not in violation.nearest
+
+
+@pytest.mark.parametrize("field", EFFECT)
+def test_a_changed_value_changes_the_program_and_the_code(field: str) -> None:
+    for base, before, after in EFFECT[field]:
+        left, right = change(base, before), change(base, after)
+        assert getattr(left[0], field, getattr(left[1], field, None)) != getattr(right[0], field, getattr(right[1], field, None))
+        p, q = fagen.plan(*left), fagen.plan(*right)
+        assert p.kernels != q.kernels, f"{before} and {after} are the same program"
+        assert emit(p).code_sha256 != emit(q).code_sha256, f"{before} and {after} are the same code"
+
+
+@pytest.mark.parametrize("field", [f for f in EFFECT if f not in ("arch", "mma", "movement")])
+def test_an_effect_is_the_fields_own(field: str) -> None:
+    """At least one of the pairs differs in this field and, where others are tied to it, in nothing that is free."""
+    tied = {"tile_q": {"consumers", "warps", "overlap"}, "consumers": {"tile_q"}}
+    assert any(
+        set(change(base, before)[0].diff(change(base, after)[0])) | set(change(base, before)[1].diff(change(base, after)[1]))
+        <= {field} | tied.get(field, set())
+        for base, before, after in EFFECT[field]
+    )
+
+
+def test_arch_changes_the_cubin() -> None:
+    """The same mma.sync source for sm_80 and sm_90 becomes other machine code."""
+    sources = [
+        emit(fagen.plan(*change(FA2, {"arch": arch, "warps": 4, "tile_q": 64, "tile_kv": 16}))) for arch in ("sm_80", "sm_90")
+    ]
+    assert [s.arch for s in sources] == ["sm_80", "sm_90"]
+    cubins = [compile_cubin(s.text, s.arch, s.arch).cubin for s in sources]
+    assert cubins[0] != cubins[1]
+
+
+def test_defaults_are_the_same_as_their_values() -> None:
+    """Where None stands for a value that follows from the others, saying it changes nothing in the code."""
+    same: list[tuple[Pair, Changes]] = [
+        (FA3, {"head_dim_v": 64}),
+        (FA3, {"out_dtype": "bf16"}),
+        (FA3, {"scale": 0.125}),
+        (FA3_2, {"registers": (24, 240)}),
+        (FA3, {"stages": (2, 2)}),
+    ]
+    for base, changes in same:
+        assert emit(fagen.plan(*base)).code_sha256 == emit(fagen.plan(*change(base, changes))).code_sha256
+
+
+def test_every_field_is_documented() -> None:
+    """A string under each field says what it is."""
+    import ast
+    import inspect
+
+    for kind in (Attention, Schedule):
+        (body,) = (n.body for n in ast.parse(inspect.getsource(kind)).body if isinstance(n, ast.ClassDef))
+        documented = {
+            a.target.id
+            for a, b in itertools.pairwise(body)
+            if isinstance(a, ast.AnnAssign) and isinstance(a.target, ast.Name) and isinstance(b, ast.Expr)
+        }
+        assert documented == {f.name for f in dataclasses.fields(kind)}
