@@ -19,6 +19,7 @@ from .steps import (
     Mma,
     MmaWait,
     NArrive,
+    Reciprocal,
     Role,
     RowPass,
     Slot,
@@ -97,8 +98,8 @@ MOST_COPIES = 8
 
 def scarce(role: Role) -> bool:
     """Whether the role keeps more in registers than a block's tiles and sums (the warps' parts, what goes through a workspace, copies on
-    their way): then addresses are computed when they are used, and long copies run in a loop."""
-    return any(isinstance(s, (Copy, LoadAcc, AddParts)) for s in walk(role.body))
+    their way, factors of every step): then addresses are computed when they are used, and long copies run in a loop."""
+    return any(isinstance(s, (Copy, LoadAcc, AddParts, Reciprocal)) for s in walk(role.body))
 
 
 def copy_loads(tile: Smem, threads: int) -> int:

@@ -25,7 +25,7 @@ PART_COLUMNS = 64
 def overhead(schedule: Schedule) -> int:
     """Registers beyond the tiles. A split_kv warp keeps statistics of all rows, its own and the merged ones; kv_outer has a second loop
     and the workspace's addresses."""
-    more = 32 if schedule.loop_order == "kv_outer" else 0
+    more = 48 if schedule.loop_order == "kv_outer" else 0
     if schedule.partition == "split_kv":
         more += 12 * (schedule.tile_q // 16)
     return OVERHEAD[schedule.mma] + more
