@@ -88,7 +88,7 @@ def _row_pass(s: st.RowPass, x: Scope) -> tuple[str, View]:
         "cols": x.c(s.cols),
         "batch": ROW_LOADS,
     }
-    if s.op == "normalise":
+    if s.op == "exponentials":
         values |= {"dst": x.address(s.dst, s, s.row), "pack": x.pack_function(x.kernel.gmem_of(s.dst).dtype)}
     return f"row_pass_{s.op}", values
 

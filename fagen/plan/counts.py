@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from ..errors import InternalError
 from .kernel import KernelPlan
+from .registers import copies_in_flight
 from .steps import (
     DTYPE_BYTES,
     AddParts,
@@ -92,8 +93,6 @@ def _step(kernel: KernelPlan, role: Role, step: Step) -> dict[str, int]:
 WIDE_LOADS = (Copy, LoadAcc, RowPass)
 ROW_LOADS = 4
 """16-byte loads in flight in a pass over a row."""
-MOST_COPIES = 8
-"""16-byte loads that a thread has in flight in a copy through registers, four registers each."""
 
 
 def scarce(role: Role) -> bool:
@@ -104,8 +103,7 @@ def scarce(role: Role) -> bool:
 
 def copy_loads(tile: Smem, threads: int) -> int:
     """Loads in the loop of a Copy: the most that its length is a multiple of."""
-    copies = tile.tile_bytes // (16 * threads)
-    return max((n for n in range(1, MOST_COPIES + 1) if copies % n == 0), default=1)
+    return copies_in_flight(tile.tile_bytes, threads)
 
 
 def _mma(kernel: KernelPlan, role: Role, step: Mma) -> dict[str, int]:

@@ -61,14 +61,15 @@ def standard(tiles: Tiles) -> Kernels:
     a, s = tiles.attention, tiles.schedule
     keys = maximum(ceildiv(SK, s.tile_kv), 1) * s.tile_kv
     scores, p = Space("S", "fp32", SQ, keys), Space("P", a.dtype, SQ, keys)
+    sums = Space("l_row", "fp32", ceildiv(SQ, s.tile_q) * s.tile_q, as_expr(1))
     build = Standard(tiles, registers.q_fits_registers(a, s))
     smem = memory.kernel_tiles(a, s)
     kernels = (
         _kernel(tiles, "qk", build.qk(), smem[0], ("q", "k"), (scores,)),
-        _kernel(tiles, "softmax", build.softmax(), smem[1], ("lse",), (scores, p)),
-        _kernel(tiles, "pv", build.pv(), smem[2], ("v", "out"), (p,)),
+        _kernel(tiles, "softmax", build.softmax(), smem[1], ("lse",), (scores, p, sums)),
+        _kernel(tiles, "pv", build.pv(), smem[2], ("v", "out"), (p, sums)),
     )
-    return kernels, (scores.workspace, p.workspace)
+    return kernels, (scores.workspace, p.workspace, sums.workspace)
 
 
 def _kernel(

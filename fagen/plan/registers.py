@@ -22,13 +22,32 @@ PART_COLUMNS = 64
 """Columns of its partial O that a split_kv warp holds at once: a 128-byte chunk of V."""
 
 
-def overhead(schedule: Schedule) -> int:
-    """Registers beyond the tiles. A split_kv warp keeps statistics of all rows, its own and the merged ones; kv_outer has a second loop
-    and the workspace's addresses."""
-    more = 48 if schedule.loop_order == "kv_outer" else 0
+def overhead(attention: Attention, schedule: Schedule) -> int:
+    """Registers beyond the tiles. With mma.sync: copies through registers have some on their way; a split_kv warp keeps statistics of
+    all rows, its own and the merged ones; kv_outer has a second loop and the workspace's addresses, and under split_q O in memory's
+    order; normalising each step keeps two more factors a row."""
+    more = 0
+    if schedule.movement == "ld_st":
+        more += 4 * copies_in_flight(
+            schedule.tile_kv * attention.head_dim * DTYPE_BYTES[attention.dtype], 32 * (schedule.warps or 1)
+        )
     if schedule.partition == "split_kv":
         more += 12 * (schedule.tile_q // 16)
+    if schedule.loop_order == "kv_outer":
+        more += 12 if schedule.partition == "split_kv" else 48
+    elif schedule.normalise == "each_step" and schedule.partition == "split_q":
+        more += 24
     return OVERHEAD[schedule.mma] + more
+
+
+MOST_COPIES = 8
+"""16-byte loads that a thread has in flight in a copy through registers, four registers each."""
+
+
+def copies_in_flight(tile_bytes: int, threads: int) -> int:
+    """Loads of a thread in one turn of a copy's loop: the most that the loop's length is a multiple of."""
+    copies = tile_bytes // (16 * threads)
+    return max((n for n in range(1, MOST_COPIES + 1) if copies % n == 0), default=1)
 
 
 def launch_registers(threads: int, registers_per_sm: int = 65536) -> int:
@@ -73,7 +92,7 @@ def q_fits_registers(attention: Attention, schedule: Schedule) -> bool:
     assert schedule.warps is not None
     if schedule.partition == "split_kv":  # every warp would hold all rows
         return False
-    need = sum(tile_registers(attention, schedule).values()) + q_registers(attention, schedule) + overhead(schedule)
+    need = sum(tile_registers(attention, schedule).values()) + q_registers(attention, schedule) + overhead(attention, schedule)
     return need <= launch_registers(schedule.warps * 32)
 
 

@@ -310,13 +310,13 @@ def resources(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
         yield Violation("smem", "tile_kv", message, fitting)
     yield from _register_pool(attention, s, t.registers_per_sm)
     parts = registers.tile_registers(attention, s)
-    have, spare = registers.compute_registers(attention, s), registers.overhead(s)
+    have, spare = registers.compute_registers(attention, s), registers.overhead(attention, s)
     if sum(parts.values()) + spare > have:
         sizes = " + ".join(f"{n} {r}" for n, r in parts.items())
         message = f"{sizes} registers and about {spare} more a thread exceed the {have} a computing thread has"
 
         def fits(x: Schedule) -> bool:
-            return sum(registers.tile_registers(attention, x).values()) + registers.overhead(x) <= have
+            return sum(registers.tile_registers(attention, x).values()) + registers.overhead(attention, x) <= have
 
         yield Violation("registers", "tile_kv", message, _fitting(attention, s, fits))
 

@@ -702,10 +702,10 @@ class RowPass(Step):
     """One pass of a warp over row `row` of the float32 workspace `src`, its first `cols` columns (a multiple of 64), 16-byte accesses.
 
     With x = s · scale_log2: "max": m = max x. "sum": l = Σ 2^(x − m). "max_sum": both at once, each lane correcting its sum when
-    its maximum moves. "normalise": dst[c] = 2^(x − m) / l, rounded to `dst`'s dtype (0 where l is 0). A row without keys has
-    m = −inf, l = 0. m and l are the same in all lanes after a pass."""
+    its maximum moves. "exponentials": dst[c] = 2^(x − m), rounded to `dst`'s dtype. A row without keys has m = −inf, l = 0.
+    m and l are the same in all lanes after a pass."""
 
-    op: Literal["max", "sum", "max_sum", "normalise"]
+    op: Literal["max", "sum", "max_sum", "exponentials"]
     src: str
     m: str
     l: str

@@ -116,7 +116,7 @@ def describe(step: Step) -> str:
     if isinstance(step, (LoadAcc, LoadRow)):
         return f"load {step.dst} ← {step.src}" + (", shared out" if isinstance(step, LoadRow) and step.share else "")
     if isinstance(step, RowPass):
-        what = {"max": step.m, "sum": step.l, "max_sum": f"{step.m} and {step.l}", "normalise": step.dst}[step.op]
+        what = {"max": step.m, "sum": step.l, "max_sum": f"{step.m} and {step.l}", "exponentials": step.dst}[step.op]
         return f"row pass: {what} ← {step.src}[{step.row}]"
     if isinstance(step, StoreStats):
         return f"share {step.m} and {step.l} with the other warps"

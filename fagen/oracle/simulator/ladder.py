@@ -63,9 +63,8 @@ def _row_pass(x: Instance, step: st.RowPass) -> None:
         m.write(s.max(axis=1, keepdims=True, initial=-np.inf) * scale)
     if step.op == "max":
         return
-    p = np.exp2(s * scale - _reference(m.value))
-    if step.op == "normalise":
-        p *= np.where(l.value == 0, np.float32(0), np.float32(1) / l.value)
+    p = np.exp2((s.astype(np.float64) * np.float64(scale) - _reference(m.value)).astype(np.float32))  # one FFMA, rounded once
+    if step.op == "exponentials":
         memory = x.cta.memory
         memory.workspace(step.dst, *_place(x, step), row, 1, 0, cols)[:] = rounded(p, memory.dtypes[step.dst])
     else:

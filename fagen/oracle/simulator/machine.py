@@ -81,7 +81,8 @@ class GlobalMemory:
     def store(self, name: str, batch: int, head: int, first: int, limit: int, rows: Array, col: int | None = None) -> None:
         """Write rows first, first + 1, … that lie below `limit`, or of them the columns from `col` on."""
         if name in self.spaces:
-            self.workspace(name, batch, head, first, len(rows), 0, 1)[:, 0] = rows
+            kept = max(min(len(rows), limit - first), 0)
+            self.workspace(name, batch, head, first, kept, 0, 1)[:, 0] = rows[:kept]
             return
         x = self.outputs[name]
         end = min(first + len(rows), limit)

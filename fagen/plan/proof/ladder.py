@@ -137,13 +137,14 @@ def _access(run: Run, region: Region, access: Access) -> None:
 def regions(run: Run) -> Iterator[Failure]:
     """Accesses to one region of a workspace, in the order of the run: a legal one, so what is ordered is ordered that way."""
     order = run.order
+    mine = {s.dst for r in run.kernel.roles for s in S.walk(r.body) if isinstance(s, (S.StoreAcc, S.StoreRow))}
     for region, found in run.accesses.items():
         space, *at = region
         where = f"{space}[batch {at[0]}, head {at[1]}, row {at[2]}]"
         last_write: Access | None = None
         since: list[Access] = []
         for access in found:
-            if isinstance(access.step, (S.LoadAcc, S.LoadRow)):
+            if isinstance(access.step, (S.LoadAcc, S.LoadRow)) and (space in mine or isinstance(access.step, S.LoadAcc)):
                 again = isinstance(access.step, S.LoadAcc) and any(a.step.kind == "LoadAcc" for a in since)
                 if last_write is None or again:
                     since_when = "since it was read last" if again else ""

@@ -44,7 +44,7 @@ _ROW_PASS: dict[str, Callable[[str, str], Uses]] = {
     "max": lambda m, l: ((), (m,)),
     "sum": lambda m, l: ((m,), (l,)),
     "max_sum": lambda m, l: ((), (m, l)),
-    "normalise": lambda m, l: ((m, l), ()),
+    "exponentials": lambda m, l: ((m,), ()),
 }
 REGISTER_STEPS = (
     *(S.LoadScale, S.Fill, S.Limits, S.Mask, S.OnlineSoftmax, S.StaleSoftmax, S.AddSums, S.Move, S.Pack, S.Rescale, S.Finalise),

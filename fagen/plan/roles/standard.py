@@ -5,8 +5,9 @@ key blocks long, so that every access is 16 bytes wide and none needs a column's
 whose exponential is 0, and V's rows past the end are read as 0.
 
   qk       Q once, then K block by block → S
-  softmax  a warp a row: "three_pass" reads S for the maximum, for the sum and to normalise it; "two_pass" finds maximum and sum at once
-  pv       P and V block by block → out
+  softmax  a warp a row: "three_pass" reads S for the maximum, for the sum, and to write P; "two_pass" finds maximum and sum at once
+  pv       P and V block by block → out, divided by the row sum at the end: divided before it is rounded, every P of a row would carry
+           the same error of 1/l
 """
 
 from __future__ import annotations
@@ -24,10 +25,13 @@ from ..steps import (
     Let,
     Limits,
     LoadFrag,
+    LoadRow,
     LogSumExp,
     Loop,
     Mask,
     Mma,
+    Reciprocal,
+    Rescale,
     Role,
     RowPass,
     Slot,
@@ -39,7 +43,7 @@ from ..tiles import SK, SQ, B, H, J, M, N, Tiles, W
 from .common import HEAD_KV, ROW0
 
 R = sym("r")
-PASSES = {"three_pass": ("max", "sum", "normalise"), "two_pass": ("max_sum", "normalise")}
+PASSES = {"three_pass": ("max", "sum", "exponentials"), "two_pass": ("max_sum", "exponentials")}
 
 
 @dataclass(frozen=True)
@@ -135,12 +139,14 @@ class Standard:
                 head=H,
                 batch=B,
                 scale_log2=a.scale_log2,
-                dst="P" if op == "normalise" else "",
+                dst="P" if op == "exponentials" else "",
             )
             for op in PASSES[s.softmax]
         )
-        store = StoreRow(src="lse", dst="lse", first_row=R, limit=SQ, head=H, batch=B)
-        row = (*passes, LogSumExp(lse="lse", m="m_ref", l="l_sum"), store)
+        stores = (
+            StoreRow(src=src, dst=dst, first_row=R, limit=SQ, head=H, batch=B) for src, dst in (("lse", "lse"), ("l_sum", "l_row"))
+        )
+        row = (*passes, LogSumExp(lse="lse", m="m_ref", l="l_sum"), *stores)
         last = minimum(sym("row0") + self.rows, SQ) - 1
         return self._role(frags, (self._row0(), Loop(var="r", first=ROW0, last=last, step=1, segment="row", body=row)))
 
@@ -161,6 +167,10 @@ class Standard:
             self._row0(),
             Fill(dst="O", value=0.0),
             Loop(var="j", first=as_expr(0), last=N - 1, step=1, segment="steady", body=block),
+            LoadRow(dst="l_sum", src="l_row", first_row=ROW0, head=H, batch=B),
+            Reciprocal(dst="inverse", src="l_sum"),
+            Rescale(o="O", alpha="inverse"),
             StoreOut(src="O", dst="out", first_row=ROW0, limit=SQ, head=H, batch=B),
         )
-        return self._role((Frag("O", self.rows, a.dv, "fp32", "acc16"),), body)
+        rows = (Frag(name, self.rows, 1, "fp32", "row16") for name in ("l_sum", "inverse"))
+        return self._role((Frag("O", self.rows, a.dv, "fp32", "acc16"), *rows), body)
