@@ -146,7 +146,7 @@ def _cp_async(s: st.CpAsync, x: Scope) -> tuple[str, View]:
         "rows": tile.rows,
         "units": tile.cols * st.DTYPE_BYTES[tile.dtype] // 16,
         "threads": x.role.threads,
-        "batch": copy_loads(tile, x.role.threads),
+        "batch": copy_loads(tile, x.role.threads, st.MANY_COPIES),
         "dst": x.slot_address(s.dst),
         "src": _global(s.src, s, x, s.seq),
         "stride": f"p.{s.src}_ss",

@@ -23,7 +23,7 @@ def _copy(s: st.Copy, x: Scope) -> tuple[str, View]:
         "rows": tile.rows,
         "units": tile.cols * st.DTYPE_BYTES[tile.dtype] // 16,
         "threads": x.role.threads,
-        "batch": copy_loads(tile, x.role.threads),
+        "batch": copy_loads(tile, x.role.threads, s.most),
         "dst": x.slot_address(s.dst),
         "src": x.address(s.src, s, s.seq) + col,
         "stride": f"p.{s.src}_ss",

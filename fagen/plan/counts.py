@@ -12,6 +12,7 @@ from .kernel import KernelPlan
 from .registers import copies_in_flight
 from .steps import (
     DTYPE_BYTES,
+    MANY_COPIES,
     AddParts,
     Copy,
     CpAsync,
@@ -80,9 +81,11 @@ def _step(kernel: KernelPlan, role: Role, step: Step) -> dict[str, int]:
         return {"UTMALDG": kernel.smem_of(step.dst.smem).chunks if step.transposed else 1}
     if isinstance(step, CpAsync):
         tile = kernel.smem_of(step.dst.smem)
-        return {"LDGSTS": copy_loads(tile, role.threads) if scarce(role) else _ceildiv(tile.tile_bytes, 16 * role.threads)}
+        return {
+            "LDGSTS": copy_loads(tile, role.threads, MANY_COPIES) if scarce(role) else _ceildiv(tile.tile_bytes, 16 * role.threads)
+        }
     if isinstance(step, Copy):
-        return {"LDG.E.128": copy_loads(kernel.smem_of(step.dst.smem), role.threads)}
+        return {"LDG.E.128": copy_loads(kernel.smem_of(step.dst.smem), role.threads, step.most)}
     if isinstance(step, LoadAcc):
         return {"LDG.E.128": next(f for f in role.frags if f.name == step.dst).registers // 4}
     if isinstance(step, RowPass):
@@ -101,9 +104,9 @@ def scarce(role: Role) -> bool:
     return any(isinstance(s, (Copy, LoadAcc, AddParts, Reciprocal)) for s in walk(role.body))
 
 
-def copy_loads(tile: Smem, threads: int) -> int:
+def copy_loads(tile: Smem, threads: int, most: int) -> int:
     """Loads in the loop of a Copy: the most that its length is a multiple of."""
-    return copies_in_flight(tile.tile_bytes, threads)
+    return copies_in_flight(tile.tile_bytes, threads, most)
 
 
 def _mma(kernel: KernelPlan, role: Role, step: Mma) -> dict[str, int]:

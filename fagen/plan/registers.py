@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..attention import Attention
 from ..schedule import Schedule
-from .steps import DTYPE_BYTES
+from .steps import DTYPE_BYTES, FEW_COPIES
 
 # setmaxnreg of (producer, consumer) by number of consumer warpgroups. The kernel is launched with 65536 / threads registers a thread
 # (rounded down to 8), and what the producer gives back is what the consumers may take.
@@ -28,9 +28,8 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
     order; normalising each step keeps two more factors a row."""
     more = 0
     if schedule.movement == "ld_st":
-        more += 4 * copies_in_flight(
-            schedule.tile_kv * attention.head_dim * DTYPE_BYTES[attention.dtype], 32 * (schedule.warps or 1)
-        )
+        threads = 32 * (schedule.warps or 1)
+        more += 4 * copies_in_flight(schedule.tile_kv * attention.head_dim * DTYPE_BYTES[attention.dtype], threads, FEW_COPIES)
     if schedule.partition == "split_kv":
         more += 12 * (schedule.tile_q // 16)
     if schedule.loop_order == "kv_outer":
@@ -40,14 +39,10 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
     return OVERHEAD[schedule.mma] + more
 
 
-MOST_COPIES = 8
-"""16-byte loads that a thread has in flight in a copy through registers, four registers each."""
-
-
-def copies_in_flight(tile_bytes: int, threads: int) -> int:
-    """Loads of a thread in one turn of a copy's loop: the most that the loop's length is a multiple of."""
+def copies_in_flight(tile_bytes: int, threads: int, most: int) -> int:
+    """Loads of a thread in one turn of a copy's loop: up to `most`, so that the loop's length is a multiple of them."""
     copies = tile_bytes // (16 * threads)
-    return max((n for n in range(1, MOST_COPIES + 1) if copies % n == 0), default=1)
+    return max((n for n in range(1, most + 1) if copies % n == 0), default=1)
 
 
 def launch_registers(threads: int, registers_per_sm: int = 65536) -> int:

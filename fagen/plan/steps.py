@@ -64,6 +64,10 @@ class Smem:
         return self.rows * self.chunks * self.chunk_bytes
 
 
+FEW_COPIES, MANY_COPIES = 4, 8
+"""16-byte loads that a thread may have in flight in a copy through registers, four registers each: beside a block's tiles, and where
+registers are free."""
+
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "e4m3": 1, "fp32": 4, "i32": 4}
 
 
@@ -287,7 +291,8 @@ class CpAsync(Step):
 @dataclass(frozen=True, kw_only=True)
 class Copy(Step):
     """Synchronous (global → registers → shared, 16 bytes at a time), by all threads of the role together: rows seq … of `src`, from
-    column `col` on, into `dst`; rows at or past `limit` are filled with 0. Visible to the other threads after a CtaSync."""
+    column `col` on, into `dst`; rows at or past `limit` are filled with 0. Visible to the other threads after a CtaSync. A thread has up
+    to `most` loads in flight."""
 
     src: str
     dst: Slot
@@ -296,6 +301,7 @@ class Copy(Step):
     head: Expr
     batch: Expr
     col: Expr | None = None
+    most: int = FEW_COPIES
 
 
 @dataclass(frozen=True, kw_only=True)

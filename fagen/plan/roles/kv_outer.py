@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from ..expr import Expr, as_expr, ceildiv, eq, maximum, minimum, sym
 from ..steps import (
+    FEW_COPIES,
+    MANY_COPIES,
     Advance,
     Body,
     Copy,
@@ -108,8 +110,11 @@ class KvOuter:
     # copies -----------------------------------------------------------------------------------------------------------------
 
     def _copy(self, tensor: str, first: Expr, limit: Expr, head: Expr, cursor: str | None) -> Copy | CpAsync:
-        kind = CpAsync if self.asynchronous else Copy
-        return kind(name=f"load_{tensor}", src=tensor, dst=Slot(tensor.upper(), cursor), seq=first, limit=limit, head=head, batch=B)
+        name, dst = f"load_{tensor}", Slot(tensor.upper(), cursor)
+        if self.asynchronous:
+            return CpAsync(name=name, src=tensor, dst=dst, seq=first, limit=limit, head=head, batch=B)
+        most = FEW_COPIES if tensor == "q" else MANY_COPIES  # K and V are copied where no tile is in registers
+        return Copy(name=name, src=tensor, dst=dst, seq=first, limit=limit, head=head, batch=B, most=most)
 
     def _copy_q(self, tile: Expr, limit: Expr) -> Copy | CpAsync:
         return self._copy("q", tile * self.tiles.schedule.tile_q, limit, H, None)
@@ -133,8 +138,8 @@ class KvOuter:
             for i in range(stages - 1):
                 out.append(self._copy_block(tensor, as_expr(i), None if i == 0 else as_expr(i) < N_ALL))
         ahead = all(stages > 1 for _, stages in self._stages())
-        there = (*self._landed(), CtaSync(why="the first Q, K and V are there")) if ahead else ()
-        return tuple(step for body in out for step in body) + (*self._commit(), *there)
+        there: Body = (*self._commit(), *self._landed(), CtaSync(why="the first Q, K and V are there")) if ahead else ()
+        return tuple(step for body in out for step in body) + there
 
     def _next_block(self) -> Body:
         """At the start of block j: copies that the slots just freed can take. Those of blocks further on join the group of Q(next)."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from ..expr import Expr, as_expr, minimum, sym
 from ..steps import (
+    MANY_COPIES,
     Body,
     Copy,
     CtaSync,
@@ -71,7 +72,17 @@ class Standard:
 
     def _copy(self, tensor: str, first: Expr, limit: Expr, head: Expr, col: Expr | None = None) -> Copy:
         dst = Slot(tensor.upper(), None)
-        return Copy(name=f"load_{tensor.lower()}", src=tensor, dst=dst, seq=first, limit=limit, head=head, batch=B, col=col)
+        return Copy(
+            name=f"load_{tensor.lower()}",
+            src=tensor,
+            dst=dst,
+            seq=first,
+            limit=limit,
+            head=head,
+            batch=B,
+            col=col,
+            most=MANY_COPIES,
+        )
 
     # S = Q·Kᵀ -------------------------------------------------------------------------------------------------------------
 
