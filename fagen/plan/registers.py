@@ -23,20 +23,26 @@ PART_COLUMNS = 64
 
 
 def overhead(attention: Attention, schedule: Schedule) -> int:
-    """Registers beyond the tiles. With mma.sync: copies through registers have some on their way; a split_kv warp keeps statistics of
-    all rows, its own and the merged ones; kv_outer has a second loop and the workspace's addresses, and under split_q O in memory's
-    order; normalising each step keeps two more factors a row."""
-    more = 0
-    if schedule.movement == "ld_st":
-        threads = 32 * (schedule.warps or 1)
-        more += 4 * copies_in_flight(schedule.tile_kv * attention.head_dim * DTYPE_BYTES[attention.dtype], threads, FEW_COPIES)
-    if schedule.partition == "split_kv":
-        more += 12 * (schedule.tile_q // 16)
-    if schedule.loop_order == "kv_outer":
-        more += 12 if schedule.partition == "split_kv" else 48
-    elif schedule.normalise == "each_step" and schedule.partition == "split_q":
+    """Registers beyond the tiles. With mma.sync: a warp has statistics of its rows, under split_kv of all rows, its own and the merged
+    ones; one that copies blocks alone has many addresses; copies through registers have some on their way; kv_outer has a second loop and
+    the workspace's addresses; normalising each step keeps two more factors a row."""
+    if schedule.mma == "wgmma":
+        return OVERHEAD["wgmma"]
+    s, more = schedule, 0
+    assert s.warps is not None
+    if s.partition == "split_kv":
+        more += 12 * (s.tile_q // 16)
+    else:
+        more += 10 * (s.tile_q // s.warps // 16 - 1)
+    if s.warps == 1:
+        more += 40
+    if s.movement == "ld_st":
+        more += 4 * copies_in_flight(s.tile_kv * attention.head_dim * DTYPE_BYTES[attention.dtype], 32 * s.warps, FEW_COPIES)
+    if s.loop_order == "kv_outer":
+        more += 12 if s.partition == "split_kv" else 48
+    elif s.normalise == "each_step" and s.partition == "split_q":
         more += 24
-    return OVERHEAD[schedule.mma] + more
+    return OVERHEAD["mma_sync"] + more
 
 
 def copies_in_flight(tile_bytes: int, threads: int, most: int) -> int:
