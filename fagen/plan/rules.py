@@ -35,6 +35,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "mma": ("mma_sync", "wgmma"),
     "p_operand": ("registers", "shared"),
     "overlap": ("none", "within", "pingpong", "both"),
+    "fuse_tiles": (False, True),
     "softmax": ("fused", "three_pass", "two_pass"),
     "normalise": ("once", "each_step"),
     "reference": ("running", "stale"),
@@ -222,6 +223,13 @@ def _structure_wgmma(s: Schedule) -> Iterator[Violation]:
             f"a stale reference saves time where the softmax runs under the warpgroup's own product, not with overlap {s.overlap!r}"
         )
         yield Violation("reference", "reference", message, ("running",))
+    if s.fuse_tiles:
+        needed = {"parallelism": "persistent_dynamic", "roles": "producer", "reference": "stale"}
+        persistent = s.parallelism.startswith("persistent")
+        missing = [f for f, v in needed.items() if not (persistent if f == "parallelism" else getattr(s, f) == v)]
+        if missing:
+            message = f"joins one tile to the next, which needs {', '.join(f'{f}={needed[f]!r}' for f in missing)}"
+            yield Violation("fuse-tiles", "fuse_tiles", message, (False,))
     if s.parallelism == "batch_heads":
         legal = ("query_tiles", "persistent_static", "persistent_dynamic")
         yield Violation("parallelism", "parallelism", "'batch_heads' is for mma_sync kernels", legal)
@@ -250,6 +258,8 @@ def _structure_mma_sync(a: Attention, s: Schedule) -> Iterator[Violation]:
     for field, legal in (("roles", "uniform"), ("overlap", "none"), ("reference", "running")):
         if getattr(s, field) != legal:
             yield Violation(field, field, f"{getattr(s, field)!r} needs wgmma; mma.sync is synchronous", (legal,))
+    if s.fuse_tiles:
+        yield Violation("fuse-tiles", "fuse_tiles", "needs wgmma and persistent tiles", (False,))
     if s.registers is not None:
         yield Violation("registers", "registers", f"{s.registers} given, but setmaxnreg needs wgmma and roles 'producer'", (None,))
     if s.parallelism.startswith("persistent"):
