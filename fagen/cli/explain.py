@@ -10,7 +10,7 @@ from ..errors import CompileError
 from . import common
 
 if TYPE_CHECKING:
-    from ..plan import Plan
+    from ..plan import Plan, Problem
     from ..report import CompileReport
 
 
@@ -18,22 +18,35 @@ if TYPE_CHECKING:
 @click.argument("schedule", metavar="SCHEDULE")
 @common.set_option
 @common.causal_option
+@click.option("--shape", metavar="B,HQ,HKV,SQ,SK", help="Also count what these sizes cost, and say what binds, on an H200.")
 @click.option("--no-compile", is_flag=True, help="Only what the plan says; leave the compiler's registers out.")
 @common.json_option
-def command(schedule: str, settings: tuple[str, ...], causal: bool, no_compile: bool, as_json: bool) -> None:
-    """Show a kernel's loop nest, where its tiles and barriers lie in shared memory, and which registers each role holds."""
+def command(schedule: str, settings: tuple[str, ...], causal: bool, shape: str | None, no_compile: bool, as_json: bool) -> None:
+    """Show a kernel's loop nest, where its tiles and barriers lie in shared memory, which registers each role holds, how the work is
+    divided and what overlaps; with --shape, what binds there: hbm, tensor, exp, parallelism or latency.
+    """
     from ..explore.explain import explain
 
+    problem = None if shape is None else parse_problem(shape)
     (item,) = common.select([schedule], settings, causal)
     plan = common.planned(item)
-    answer = explain(plan, None if no_compile else _report(plan, item.name))
+    answer = explain(plan, None if no_compile else report_of(plan, item.name), problem)
     if as_json:
         common.write_json({"name": item.name, **answer})
     else:
         _print(item, answer)
 
 
-def _report(plan: Plan, name: str) -> CompileReport | None:
+def parse_problem(shape: str) -> Problem:
+    """B,HQ,HKV,SQ,SK as sizes; InputError naming --shape."""
+    from ..check import parse_shape
+    from ..plan import Problem
+
+    p = parse_shape(shape)
+    return Problem(p.batch, p.sq, p.sk, p.hq, p.hkv)
+
+
+def report_of(plan: Plan, name: str) -> CompileReport | None:
     """What the compiler makes of it, promises kept or not; None, and a line that says why, where it cannot be compiled."""
     from ..compile import build
     from ..emit import emit
@@ -74,3 +87,42 @@ def _print(item: common.Selected, answer: dict[str, Any]) -> None:
         for b in answer["named_barriers"]
     ]
     common.write(memory, *named, registers)
+    for question, sentences in answer["answers"].items():
+        common.write(question, *(f"  {s}" for s in sentences), "")
+    if "binds" in answer:
+        _print_costs(answer)
+
+
+def _print_costs(answer: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    p, d = answer["problem"], answer["device"]
+    names = [*answer["counts"]]
+    shape = f"{p['batch']},{p['hq']},{p['hkv']},{p['sq']},{p['sk']}"
+    common.write(f"{shape} on {d['name']}, {d['sms']} SMs at {d['clock_mhz']:.0f} MHz")
+    table = Table("count", *names)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    columns = [_cells(k) for k in answer["counts"].values()]
+    for name in dict.fromkeys(n for cells in columns for n in cells):
+        table.add_row(name, *(cells.get(name, "") for cells in columns))
+    common.write(table, answer["sentence"])
+
+
+def _cells(k: dict[str, Any]) -> dict[str, str]:
+    """One kernel's column: row → text."""
+    cells = {f"{n}, instructions": f"{v:,}" for n, v in k["mma_instructions"].items()}
+    cells |= {f"{n}, GFLOP": f"{v / 1e9:,.1f}" for n, v in k["mma_flops"].items()}
+    cells["exponentials, millions"] = f"{k['exponentials'] / 1e6:,.1f}"
+    for what, field in BYTES.items():
+        cells |= {f"{what} {n}, MB": f"{v / 1e6:,.2f}" for n, v in k[field].items()}
+    cells |= {f"{n}, µs": f"{v:,.2f}" for n, v in k["times_us"].items()}
+    return {**cells, "binds": k["binds"]}
+
+
+BYTES = {
+    "into SMs:": "sm_read_bytes",
+    "out of SMs:": "sm_written_bytes",
+    "DRAM read:": "dram_read_bytes",
+    "DRAM written:": "dram_written_bytes",
+}

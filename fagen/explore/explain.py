@@ -1,17 +1,22 @@
-"""A plan explained: its loop nest, where everything lies in shared memory, and who holds which registers."""
+"""A plan explained: its loop nest, where everything lies in shared memory, who holds which registers, and what binds it on a problem."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ..plan import Plan
+from ..plan import Plan, Problem
 from ..plan.kernel import KernelPlan
 from ..plan.registers import launch_registers
 from ..plan.text import loop_nest
 from ..report import CompileReport
+from .answers import answers
+from .machine import H200, Device
+from .roofline import Cost, KernelCost, cost
 
 
-def explain(plan: Plan, report: CompileReport | None = None) -> dict[str, Any]:
+def explain(
+    plan: Plan, report: CompileReport | None = None, problem: Problem | None = None, device: Device = H200
+) -> dict[str, Any]:
     """Plain JSON values. Keys of the answer
 
     plan, attention, schedule   the id and the two values
@@ -21,7 +26,17 @@ def explain(plan: Plan, report: CompileReport | None = None) -> dict[str, Any]:
     named_barriers              the hardware barriers beside: kernel, name, ids, threads that take part in each
     registers                   by role: threads, the planned limit a thread, the tiles held in registers, and what the compiled code
                                 uses (None without `report`, or where its SASS was not read)
+    answers                     question → sentences, from the program
+    and with a `problem`
+    problem, device             its sizes; the machine's name, SMs and clock
+    times_us                    lower bounds in µs by resource: hbm, tensor, exp, parallelism, latency (summed over kernels)
+    binds                       one of those
+    bound_us                    what no launch can beat under the model
+    counts                      by kernel: products, exponentials, bytes into and out of the SMs and of DRAM by tensor, CTAs
+
+    InputError for a problem that the plan cannot be launched on.
     """
+    found = None if problem is None else predict(plan, problem, report, device)
     compiled = {k.name: k.registers_by_role for k in report.kernels} if report else {}
     several = len(plan.kernels) > 1
     return {
@@ -46,6 +61,65 @@ def explain(plan: Plan, report: CompileReport | None = None) -> dict[str, Any]:
             for b in k.nbars
         ],
         "registers": [line for k in plan.kernels for line in registers(k, compiled.get(k.name))],
+        "answers": answers(plan, found.kernels if found else ()),
+        **(_costs(found) if found else {}),
+    }
+
+
+def predict(plan: Plan, problem: Problem, report: CompileReport | None = None, device: Device = H200) -> Cost:
+    """`roofline.cost` with the registers that the compiler gave each kernel, where they are known."""
+    return cost(plan, problem, device, {k.name: k.registers for k in report.kernels} if report else None)
+
+
+def sentence(found: Cost) -> str:
+    """What binds, in one sentence."""
+    times, bound = found.times_us, found.bound_us
+    largest = {r: f"{times[r]:.4g} µs" for r in ("hbm", "tensor", "exp")}
+    beside = f"hbm {largest['hbm']}, tensor {largest['tensor']}, exp {largest['exp']}"
+    if found.binds == "parallelism":
+        k = max(found.kernels, key=lambda k: k.bound_us)
+        units = f"{k.units} {'tiles' if k.claimed else 'CTAs'} on {found.device.sms} SMs: the busiest has {k.busiest:.3g} times its share"
+        return f"Parallelism binds: {units}, {times['parallelism']:.4g} µs beside {beside}."
+    if found.binds == "latency":
+        return f"Latency binds: {times['latency']:.3g} µs to start {len(found.kernels)} kernel{'s' * (len(found.kernels) > 1)}, beside {beside}."
+    word = {"hbm": "Memory", "tensor": "The tensor cores", "exp": "The exponential unit"}[found.binds]
+    return f"{word} bind{'s' * (found.binds != 'tensor')}: {beside}; at least {bound:.4g} µs."
+
+
+def _costs(found: Cost) -> dict[str, Any]:
+    p, d = found.problem, found.device
+    return {
+        "problem": {f: getattr(p, f) for f in ("batch", "sq", "sk", "hq", "hkv")},
+        "device": {"name": d.name, "sms": d.sms, "clock_mhz": d.clock_mhz},
+        "times_us": found.times_us,
+        "binds": found.binds,
+        "bound_us": found.bound_us,
+        "sentence": sentence(found),
+        "counts": {k.name: counts(k) for k in found.kernels},
+    }
+
+
+def counts(k: KernelCost) -> dict[str, Any]:
+    """One kernel's counts as plain JSON values; bytes by tensor, with their sum under "all"."""
+
+    def by_tensor(of: dict[str, int]) -> dict[str, int]:
+        return {**of, "all": sum(of.values())}
+
+    return {
+        "mma_flops": k.flops,
+        "mma_instructions": k.instructions,
+        "exponentials": k.exponentials,
+        "sm_read_bytes": by_tensor(k.sm_read),
+        "sm_written_bytes": by_tensor(k.sm_written),
+        "dram_read_bytes": by_tensor(k.dram_read),
+        "dram_written_bytes": by_tensor(k.dram_written),
+        "ctas": k.ctas,
+        "ctas_per_sm": k.ctas_per_sm,
+        "ctas_limited_by": k.fits_by,
+        "units": k.units,
+        "busiest_sm": k.busiest,
+        "times_us": k.times_us,
+        "binds": k.binds,
     }
 
 

@@ -10,12 +10,37 @@ from .steps import DTYPE_BYTES
 # (rounded down to 8), and what the producer gives back is what the consumers may take.
 WARPGROUP_REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
 
+# With tiles claimed by the producer and a ring of one slot, 24 registers are one too few for it.
+ONE_SLOT_REGISTERS = WARPGROUP_REGISTERS | {2: (40, 232), 4: (32, 112)}
+
 # With V transposed in the kernel, the other three warps of the producer's warpgroup hold a strip of V in registers.
 TRANSPOSER_REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160), 4: (32, 104)}
 TRANSPOSER_NEEDS = 32
 
-OVERHEAD = {"wgmma": 24, "mma_sync": 56}
-"""Registers beyond the tiles: row statistics, addresses, cursors, loop state. Calibrated by compiling the tile sizes at the border."""
+
+def overhead(attention: Attention, schedule: Schedule) -> int:
+    """Registers a computing thread needs beside its tiles: row statistics, addresses, cursors, loop state.
+
+    What ptxas needs for this has no formula; the terms are the envelope of what spilled when the tile sizes at the border were compiled
+    (tests/tools/sweep_spills.py), so a schedule that keeps to them compiles without a spill, and up to 16 to 32 keys more might do.
+    """
+    s = schedule
+    if s.mma == "mma_sync":
+        assert s.warps is not None
+        copies = s.tile_kv * attention.head_dim * DTYPE_BYTES[attention.dtype] // (16 * 32 * s.warps)
+        blocks = s.tile_q // (16 * s.warps)
+        deep = max(s.stages_k, s.stages_v) > 2
+        return 60 + 2 * copies + 16 * (blocks - 1) + 32 * (s.parallelism == "batch_heads") + 8 * _one_slot(s) + 24 * deep
+    if attention.dtype == "e4m3" or s.reference == "stale":
+        return 24
+    beside_product = s.overlap in ("within", "both")  # the softmax runs while P·V still holds P and O
+    wide = (attention.dv - 64) // 16
+    if s.roles == "uniform":
+        return (32 + 28 * _one_slot(s) if beside_product else 24) + 2 * wide
+    if s.overlap == "pingpong" and attention.dv > 128:
+        beside_product = True
+    base = 32 if beside_product else 28 if s.overlap == "pingpong" else 16
+    return base + (0 if s.parallelism == "persistent_dynamic" else wide)
 
 
 def launch_registers(threads: int, registers_per_sm: int = 65536) -> int:
@@ -45,15 +70,30 @@ def q_registers(attention: Attention, schedule: Schedule) -> int:
 def q_fits_registers(attention: Attention, schedule: Schedule) -> bool:
     """Whether Q's fragments can stay in registers for the whole tile beside S, P and O."""
     assert schedule.warps is not None
-    need = sum(tile_registers(attention, schedule).values()) + q_registers(attention, schedule) + OVERHEAD["mma_sync"]
+    need = sum(tile_registers(attention, schedule).values()) + q_registers(attention, schedule) + overhead(attention, schedule)
     return need <= launch_registers(schedule.warps * 32)
 
 
 def role_registers(attention: Attention, schedule: Schedule) -> tuple[int, int]:
     """setmaxnreg of (producer's warpgroup, consumers)."""
     assert schedule.consumers is not None
-    table = TRANSPOSER_REGISTERS if transposes(attention, schedule) else WARPGROUP_REGISTERS
-    return schedule.registers or table[schedule.consumers]
+    if schedule.registers is not None:
+        return schedule.registers
+    if transposes(attention, schedule):
+        return TRANSPOSER_REGISTERS[schedule.consumers]
+    if _one_slot(schedule) and schedule.parallelism == "persistent_dynamic":
+        return ONE_SLOT_REGISTERS[schedule.consumers]
+    return WARPGROUP_REGISTERS[schedule.consumers]
+
+
+def producer_needs(schedule: Schedule) -> int:
+    """Registers of the thread that issues the loads, at least."""
+    return 32 if schedule.parallelism == "persistent_dynamic" and _one_slot(schedule) else 24
+
+
+def _one_slot(schedule: Schedule) -> bool:
+    """A ring has a single slot, whose addresses never change: ptxas keeps them in registers."""
+    return 1 in (schedule.stages_k, schedule.stages_v)
 
 
 def transposes(attention: Attention, schedule: Schedule) -> bool:

@@ -194,6 +194,8 @@ def _structure_precision(a: Attention, s: Schedule) -> Iterator[Violation]:
     if s.tile_kv % 32:
         legal = tuple(range(32, MAX_TILE_KV + 1, 32))
         yield _nearest_int("tile-kv", "tile_kv", s.tile_kv, legal, "is not a multiple of 32, the depth of one e4m3 product")
+    if s.v_transposed and s.reference == "stale":
+        yield Violation("reference", "reference", "'stale' with a V given transposed has no kernel", ("running",))
     if s.roles == "uniform" and not s.v_transposed:
         message = "uniform roles have no warps to transpose an e4m3 V in the kernel"
         yield Violation("v-transposed", "v_transposed", message, (True,))
@@ -279,13 +281,13 @@ def resources(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
         yield Violation("smem", "tile_kv", message, fitting)
     yield from _register_pool(attention, s, t.registers_per_sm)
     parts = registers.tile_registers(attention, s)
-    have, spare = registers.compute_registers(attention, s), registers.OVERHEAD[s.mma]
+    have, spare = registers.compute_registers(attention, s), registers.overhead(attention, s)
     if sum(parts.values()) + spare > have:
         sizes = " + ".join(f"{n} {r}" for n, r in parts.items())
         message = f"{sizes} registers and about {spare} more a thread exceed the {have} a computing thread has"
 
         def fits(x: Schedule) -> bool:
-            return sum(registers.tile_registers(attention, x).values()) + spare <= have
+            return sum(registers.tile_registers(attention, x).values()) + registers.overhead(attention, x) <= have
 
         yield Violation("registers", "tile_kv", message, _fitting(attention, s, fits))
 
@@ -298,20 +300,24 @@ def _register_pool(a: Attention, s: Schedule, pool: int) -> Iterator[Violation]:
     threads = 128 * (s.consumers + 1)
     launched = registers.launch_registers(threads, pool) * threads if threads > 256 else 256 * threads
     producer, consumer = s.registers
+    usual = registers.role_registers(a, s.replace(registers=None))
     need = 128 * (producer + s.consumers * consumer)
     if need > launched:
         best = (launched // 128 - producer) // s.consumers // 8 * 8
         message = f"128·({producer} + {s.consumers}·{consumer}) = {need} registers exceed the {launched} the CTA is launched with"
-        yield Violation("register-pool", "registers", message, ((producer, best), registers.WARPGROUP_REGISTERS[s.consumers]))
+        yield Violation("register-pool", "registers", message, ((producer, best), usual))
     if registers.transposes(a, s) and producer < registers.TRANSPOSER_NEEDS:
         message = f"{producer} for the producer's warpgroup, whose warps need {registers.TRANSPOSER_NEEDS} to transpose V"
-        yield Violation("registers", "registers", message, (registers.TRANSPOSER_REGISTERS[s.consumers],))
+        yield Violation("registers", "registers", message, (usual,))
+    elif producer < registers.producer_needs(s):
+        message = f"{producer} for a producer that claims tiles, with a ring of one slot, which needs {registers.producer_needs(s)}"
+        yield Violation("registers", "registers", message, (usual,))
     if consumer < producer:
         yield Violation(
             "registers",
             "registers",
             f"the consumer gets {consumer}, less than the producer's {producer}",
-            (registers.WARPGROUP_REGISTERS[s.consumers],),
+            (usual,),
         )
 
 

@@ -418,7 +418,7 @@ def test_run_in_the_simulator_round_trips(fagen: Any, here: Path) -> None:
 
 @pytest.mark.parametrize("v_transposed", [False, True])
 def test_run_takes_e4m3_and_descales(v_transposed: bool, fagen: Any, here: Path) -> None:
-    attention, schedule = load("fa3_fp8", head_dim=64, v_transposed=v_transposed)
+    attention = load("fa3_fp8", head_dim=64, v_transposed=v_transposed).attention
     q, k, v = make_inputs(attention, CheckProblem(2, 9, 20, 4, 2))
     scales = {"q_descale": np.array([[0.5, 3], [1, 2]], np.float32), "v_descale": np.array(0.25, np.float32)}
     npz.write("qkv.npz", {"q": q, "k": k, "v": transpose_v(v) if v_transposed else v, **scales})
