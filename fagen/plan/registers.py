@@ -10,8 +10,8 @@ from .steps import DTYPE_BYTES
 # (rounded down to 8), and what the producer gives back is what the consumers may take.
 WARPGROUP_REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
 
-# With tiles claimed by the producer and a ring of one slot, 24 registers are one too few for it.
-ONE_SLOT_REGISTERS = WARPGROUP_REGISTERS | {2: (40, 232), 4: (32, 112)}
+# For a producer that needs more than 24 (see `producer_needs`).
+ROOMIER_REGISTERS = WARPGROUP_REGISTERS | {2: (40, 232), 4: (32, 112)}
 
 # With V transposed in the kernel, the other three warps of the producer's warpgroup hold a strip of V in registers.
 TRANSPOSER_REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160), 4: (32, 104)}
@@ -30,7 +30,7 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
         copies = s.tile_kv * attention.head_dim * DTYPE_BYTES[attention.dtype] // (16 * 32 * s.warps)
         blocks = s.tile_q // (16 * s.warps)
         deep = max(s.stages_k, s.stages_v) > 2
-        return 60 + 2 * copies + 16 * (blocks - 1) + 32 * (s.parallelism == "batch_heads") + 8 * _one_slot(s) + 24 * deep
+        return 60 + 2 * copies // blocks + 18 * (blocks - 1) + 32 * (s.parallelism == "batch_heads") + 8 * _one_slot(s) + 24 * deep
     if attention.dtype == "e4m3" or s.reference == "stale":
         return 24
     beside_product = s.overlap in ("within", "both")  # the softmax runs while P·V still holds P and O
@@ -81,14 +81,15 @@ def role_registers(attention: Attention, schedule: Schedule) -> tuple[int, int]:
         return schedule.registers
     if transposes(attention, schedule):
         return TRANSPOSER_REGISTERS[schedule.consumers]
-    if _one_slot(schedule) and schedule.parallelism == "persistent_dynamic":
-        return ONE_SLOT_REGISTERS[schedule.consumers]
-    return WARPGROUP_REGISTERS[schedule.consumers]
+    split = WARPGROUP_REGISTERS[schedule.consumers]
+    return split if split[0] >= producer_needs(attention, schedule) else ROOMIER_REGISTERS[schedule.consumers]
 
 
-def producer_needs(schedule: Schedule) -> int:
-    """Registers of the thread that issues the loads, at least."""
-    return 32 if schedule.parallelism == "persistent_dynamic" and _one_slot(schedule) else 24
+def producer_needs(attention: Attention, schedule: Schedule) -> int:
+    """Registers of the thread that issues the loads, at least: as found by compiling, where a producer that claims tiles spilled at 24."""
+    unequal = schedule.stages_k != schedule.stages_v
+    wants_more = schedule.parallelism == "persistent_dynamic" and _one_slot(schedule) and (unequal or attention.dv > 128)
+    return 32 if wants_more else 24
 
 
 def _one_slot(schedule: Schedule) -> bool:
