@@ -309,8 +309,9 @@ def _register_pool(a: Attention, s: Schedule, pool: int) -> Iterator[Violation]:
     if registers.transposes(a, s) and producer < registers.TRANSPOSER_NEEDS:
         message = f"{producer} for the producer's warpgroup, whose warps need {registers.TRANSPOSER_NEEDS} to transpose V"
         yield Violation("registers", "registers", message, (usual,))
-    elif producer < registers.producer_needs(s):
-        message = f"{producer} for a producer that claims tiles, with a ring of one slot, which needs {registers.producer_needs(s)}"
+    elif producer < registers.producer_needs(a, s):
+        least = registers.producer_needs(a, s)
+        message = f"{producer} for a producer that claims tiles, with a ring of one slot, which needs {least}"
         yield Violation("registers", "registers", message, (usual,))
     if consumer < producer:
         yield Violation(
