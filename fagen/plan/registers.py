@@ -31,12 +31,12 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
         blocks = s.tile_q // (16 * s.warps)
         deep = max(s.stages_k, s.stages_v) > 2
         return 60 + 2 * copies // blocks + 18 * (blocks - 1) + 32 * (s.parallelism == "batch_heads") + 8 * _one_slot(s) + 24 * deep
-    if attention.dtype == "e4m3" or s.reference == "stale":
-        return 24
     beside_product = s.overlap in ("within", "both")  # the softmax runs while P·V still holds P and O
     wide = (attention.dv - 64) // 16
     if s.roles == "uniform":
         return (32 + 28 * _one_slot(s) if beside_product else 24) + 2 * wide
+    if attention.dtype == "e4m3" or s.reference == "stale":
+        return 24
     if s.overlap == "pingpong" and attention.dv > 128:
         beside_product = True
     base = 32 if beside_product else 28 if s.overlap == "pingpong" else 16
