@@ -99,6 +99,9 @@ def test_what_stays_and_what_passes() -> None:
 def test_how_blocks_cover_the_problem() -> None:
     assert "each claims query tiles from a counter" in said("fa3", COVER)
     assert "takes the query tiles c, c + CTAs" in said("fa3", COVER, parallelism="persistent_static")
+    fused = {"reference": "stale", "fuse_tiles": True, "tile_kv": 128}
+    assert "each claims query tiles" in said("fa3", COVER, **fused)
+    assert "takes the query tiles c" in said("fa3", COVER, **fused, parallelism="persistent_static")
     assert "each owns one query tile" in said("fa2", COVER)
     assert "batch * hq CTAs; each owns all query tiles of one head" in said("fa2", COVER, parallelism="batch_heads")
     text = "\n".join(explain(plan(*load("fa3")), problem=PROBLEM)["answers"][COVER])

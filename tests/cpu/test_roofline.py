@@ -11,16 +11,17 @@ import pytest
 
 from fagen import Attention, InputError
 from fagen.errors import InternalError
+from fagen.explore.contexts import evaluate
 from fagen.explore.machine import H200
 from fagen.explore.quantities import COSTS, FREE, quantities
 from fagen.explore.roofline import RESOURCES, Cost, contiguous, cost, occupancy
-from fagen.explore.tally import evaluate, tally
+from fagen.explore.tally import tally
 from fagen.library import load
 from fagen.plan import Plan, Problem, assemble, plan
 from fagen.plan import steps as step_kinds
 from fagen.plan.expr import ceildiv, const, maximum, minimum, sym
 from fagen.plan.kernel import KernelPlan, scalar_env
-from fagen.plan.steps import Body, Elected, Forever, If, Let, Loop, Role, Step, Var, Vote
+from fagen.plan.steps import Body, Break, ClaimTile, Elected, Forever, GetTile, If, Let, Loop, Role, Set, Step, Var, Vote
 
 LONG = Problem(1, 16384, 16384, 16, 16)
 
@@ -38,38 +39,48 @@ def scalars_of(p: Plan, problem: Problem, sms: int) -> list[tuple[KernelPlan, di
 # counts against a plain interpreter ---------------------------------------------------------------------------------------
 
 
+class Left(Exception):
+    """A Break."""
+
+
 def interpret(kernel: KernelPlan, scalars: dict[str, int]) -> dict[tuple[str, ...], int]:
-    """Runs every iteration of every loop of every CTA, with integers; tiles claimed at run time go to the CTA that asks first."""
+    """Runs every iteration of every loop of every CTA, with integers. Claimed tiles come as they do where all take alike."""
     total: dict[tuple[str, ...], int] = {}
     for role in kernel.roles:
         for w in range(role.count):
-            claims = itertools.count()
             for cta in range(scalars["n_ctas"]):
-                _run(kernel, role, role.body, {**scalars, "cta": cta, "w": w}, total, claims)
+                _run(kernel, role, role.body, {**scalars, "cta": cta, "w": w}, total, itertools.count())
     return {k: n for k, n in total.items() if n}
 
 
-def _run(kernel: KernelPlan, role: Role, body: Body, env: dict[str, int], total: dict, claims) -> None:
-    env = dict(env)
+def _run(kernel: KernelPlan, role: Role, body: Body, env: dict[str, int], total: dict, tiles: itertools.count) -> None:
     for step in body:
-        if isinstance(step, (Let, Var)):
+        if isinstance(step, (Let, Var, Set)):
             env[step.var] = step.value.eval(env)
+        elif isinstance(step, (GetTile, ClaimTile)):  # the first tile is a CTA's own number, so the first claim is the second
+            env[step.var] = env["cta"] + (next(tiles) + isinstance(step, ClaimTile)) * env["n_ctas"]
         elif isinstance(step, Loop):
             by = step.step if isinstance(step.step, int) else step.step.eval(env)
             first, last = step.first.eval(env), step.last.eval(env)
             for i in range(first, last + (1 if by > 0 else -1), by):
-                _run(kernel, role, step.body, {**env, step.var: i}, total, claims)
+                env[step.var] = i
+                _run(kernel, role, step.body, env, total, tiles)
         elif isinstance(step, Forever):
-            if env["cta"] == 0:
-                while (tile := next(claims)) < env["total"]:
-                    _run(kernel, role, step.body, {**env, "tile": tile}, total, claims)
+            try:
+                while True:
+                    _run(kernel, role, step.body, env, total, tiles)
+            except Left:
+                pass
+        elif isinstance(step, Break):
+            if step.cond.eval(env):
+                raise Left
         elif isinstance(step, If):
-            _run(kernel, role, step.then if step.cond.eval(env) else step.orelse, env, total, claims)
+            _run(kernel, role, step.then if step.cond.eval(env) else step.orelse, env, total, tiles)
         elif isinstance(step, Vote):
-            _run(kernel, role, step.orelse, env, total, claims)
+            _run(kernel, role, step.orelse, env, total, tiles)
         elif isinstance(step, Elected):
             if env["w"] == 0:
-                _run(kernel, role, step.body, env, total, claims)
+                _run(kernel, role, step.body, env, total, itertools.count())  # its claims reach it through the ring
         else:
             for q in quantities(kernel, role, step):
                 if not q.shared or env["w"] == 0:
@@ -86,6 +97,13 @@ PLANS = {
     "fa3 uniform": (
         "fa3",
         {"roles": "uniform", "registers": None, "overlap": "within", "parallelism": "persistent_dynamic", "tile_kv": 64},
+    ),
+    "fa3 stale": ("fa3", {"reference": "stale", "tile_kv": 128}),
+    "fa3 fused": ("fa3", {"reference": "stale", "fuse_tiles": True, "tile_kv": 128}),
+    "fa3 fused causal": ("fa3", {"reference": "stale", "fuse_tiles": True, "tile_kv": 64, "mask": "causal"}),
+    "fa3 fused static": (
+        "fa3",
+        {"reference": "stale", "fuse_tiles": True, "tile_kv": 64, "mask": "causal", "parallelism": "persistent_static"},
     ),
     "fa3 hd64": ("fa3", {"head_dim": 64}),
     "fa3_fp8": ("fa3_fp8", {"mask": "causal"}),
@@ -106,11 +124,28 @@ def test_counts_are_those_of_running_the_program(name: str) -> None:
 
 def test_units_add_up_and_are_ctas_or_claimed_tiles() -> None:
     problem = Problem(2, 300, 300, 4, 2)
-    for name, claimed, units in (("fa2", False, 24), ("fa3", True, 24)):
-        ((kernel, scalars),) = scalars_of(planned(name, mask="causal"), problem, sms=5)
+    fused = {"reference": "stale", "fuse_tiles": True, "tile_kv": 64}
+    static = {"parallelism": "persistent_static"}
+    for name, changes, claimed, units in (
+        ("fa2", {}, False, 24),
+        ("fa3", {}, True, 24),
+        ("fa3", static, False, 5),
+        ("fa3", fused, True, 24),
+        ("fa3", fused | static, False, 5),
+    ):
+        p = planned(name, mask="causal", **changes)
+        ((kernel, scalars),) = scalars_of(p, problem, sms=5)
+        assert cost(p, problem).kernels[0].units == (units if claimed or name == "fa2" else 24)
         work = tally(kernel, scalars)
         assert work.claimed is claimed and {len(n) for n in work.units.values()} == {units}
         assert {k: int(n.sum()) for k, n in work.units.items()} == work.total
+
+
+def test_fused_tiles_cost_what_others_do() -> None:
+    """The same products, bytes and balance."""
+    fused, plain = (cost(planned("fa3", reference="stale", tile_kv=128, fuse_tiles=x), LONG) for x in (True, False))
+    assert fused.flops == plain.flops and fused.sm_bytes == plain.sm_bytes and fused.dram_bytes == plain.dram_bytes
+    assert fused.kernels[0].busiest == pytest.approx(plain.kernels[0].busiest, rel=0.02)
 
 
 def test_every_kind_of_step_has_one_entry() -> None:
