@@ -15,6 +15,7 @@ from .schedule import Schedule
 
 if TYPE_CHECKING:
     from .api import compile, reference, simulate
+    from .attend import attention
     from .launch import Kernel
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Violation",
+    "attention",
     "compile",
     "load",
     "plan",
@@ -38,7 +40,7 @@ __all__ = [
     "simulate",
 ]
 
-_LATER = {"compile": "api", "reference": "api", "simulate": "api", "Kernel": "launch"}
+_LATER = {"attention": "attend", "compile": "api", "reference": "api", "simulate": "api", "Kernel": "launch"}
 """Imported when they are first asked for: they bring the compiler, the templates and NumPy with them."""
 
 
@@ -55,7 +57,8 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """`fagen.compile` is the function. Python would put the module of that name in its place when somebody imports it."""
+    """`fagen.compile` and `fagen.attention` are the functions. Python would put the modules of those names in their place when somebody
+    imports them."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if not (name in _LATER and isinstance(value, ModuleType)):
@@ -63,3 +66,4 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+globals().pop("attention", None)  # the module, put there above: `__getattr__` brings the function

@@ -46,6 +46,9 @@ class Schedule(Value):
     overlap: str = "none"
     """wgmma: "none"; "within": a warpgroup's softmax runs under its own P·V; "pingpong": under the other warpgroup's products,
     kept in turn by named barriers; "both"."""
+    fuse_tiles: bool = False
+    """Persistent kernels: a tile's last P·V is issued together with the next tile's first Q·Kᵀ, whose softmax and the epilogue then run
+    under products. Takes a second Q slot."""
     softmax: str = "fused"
     """"fused": S never leaves the SM. "three_pass", "two_pass": S is written to memory and normalised by its own kernel."""
     normalise: str = "once"
@@ -60,6 +63,11 @@ class Schedule(Value):
     """e4m3: V is given as (batch, heads, head_dim_v, seqlen); otherwise the kernel transposes it."""
     promote_every: int | None = None
     """e4m3: add the tensor core's accumulator to a float32 copy every so many blocks. None: never."""
+
+    @property
+    def stages_q(self) -> int:
+        """Slots for query tiles: two where the next tile's Q is read before this tile is done."""
+        return 2 if self.fuse_tiles else 1
 
     @property
     def stages_k(self) -> int:

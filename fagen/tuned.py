@@ -333,7 +333,7 @@ def _why(attention: Attention, bucket: Bucket, device: Device, table: Table, ent
 
 
 def _mma_sync(attention: Attention, device: Device) -> Choice:
-    """The built-in for devices without WGMMA: one stage where two do not fit."""
+    """The built-in for devices without WGMMA, with smaller blocks or one stage where it does not fit."""
     major, minor = device.compute_capability
     where = f"{device.name} (compute capability {major}.{minor})"
     if major != 8:
@@ -341,18 +341,20 @@ def _mma_sync(attention: Attention, device: Device) -> Choice:
     if attention.dtype == "e4m3":
         raise LaunchError(f"e4m3 attention needs compute capability 9.0; this is {where}")
     own = load("fa2", head_dim=attention.head_dim).schedule.replace(arch="sm_80")
-    refused: ScheduleError | None = None
-    for schedule in (own, own.replace(stages=1)):
+    smaller = [own, *own.sweep(stages=(own.stages, 1), tile_kv=(own.tile_kv, own.tile_kv // 2))]
+    needs = []
+    for schedule in smaller:
         try:
             check(attention, schedule)
         except ScheduleError as e:
-            refused = refused or e
+            if not set(e.codes) <= {"smem", "registers"}:
+                raise
             continue
-        if tile_bytes(attention, schedule) + BARRIER_BYTES <= device.smem_bytes:
-            return Choice(schedule, None, f"{where} has no WGMMA: the built-in fa2 for sm_80, stages={schedule.stages}")
-    if refused is not None and "smem" not in refused.codes:
-        raise refused
+        needs.append(tile_bytes(attention, schedule) + BARRIER_BYTES)
+        if needs[-1] <= device.smem_bytes:
+            tiles = f"tile_kv={schedule.tile_kv}, stages={schedule.stages}"
+            return Choice(schedule, None, f"{where} has no WGMMA: the built-in fa2 for sm_80 with {tiles}")
+    least = f"; fa2 needs at least {min(needs)}" if needs else ""
     raise LaunchError(
-        f"no schedule for {attention.label} fits {where}: a CTA has {device.smem_bytes} bytes of shared memory, "
-        f"fa2 with one stage needs {tile_bytes(attention, own.replace(stages=1)) + BARRIER_BYTES}"
+        f"no schedule for {attention.label} fits {where}: a CTA has {device.smem_bytes} bytes of shared memory{least}"
     )

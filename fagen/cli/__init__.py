@@ -22,15 +22,14 @@ COMMANDS = {
     "check": "Compare kernels with float64, on the GPU or in the simulator.",
     "run": "Run a kernel on the tensors of an .npz file.",
     "bench": "Time schedules beside cuDNN and FlashAttention 2 and 3.",
-    "explain": "Loop nest, shared-memory map and registers of a kernel.",
+    "explain": "Loop nest, memory and registers of a kernel, and what binds it.",
+    "diff": "Knobs, programs, code and instructions of two schedules side by side.",
     "prove": "Prove a kernel's synchronisation for every trip count that matters.",
     "ls": "The built-in schedules, and whether their evidence is fresh.",
     "cache": "The cache of compiled kernels.",
     "repro": "Run the case of a repro bundle again.",
 }
-"""Name → short help; the command is `command` in this package's module of that name, or stands in `ELSEWHERE`."""
-
-ELSEWHERE = {"bench": ("fagen.cli_bench", "bench_command")}
+"""Name → short help; the command is `command` in this package's module of that name."""
 
 INTERNAL, INTERRUPTED, BROKEN_PIPE = 70, 130, 141
 
@@ -44,8 +43,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        module, attribute = ELSEWHERE.get(name, (f"{__name__}.{name}", "command"))
-        command = getattr(import_module(module), attribute)
+        command = import_module(f"{__name__}.{name}").command
         assert isinstance(command, click.Command)
         return command
 

@@ -58,6 +58,12 @@ class Scope:
             return f"smem_{slot.smem}"
         return f"smem_{slot.smem} + {slot.cursor}.slot * {tile.tile_bytes}"
 
+    def descriptor(self, slot: st.Slot, units: int) -> str:
+        """Matrix descriptor of the tile; `units` of 16 bytes lie between slots."""
+        if self.kernel.smem_of(slot.smem).stages == 1:
+            return f"desc_{slot.smem}"
+        return f"desc_{slot.smem} + {slot.cursor}.slot * {units}"
+
     def bar_address(self, bar: str, cursor: str) -> str:
         return bar if self.kernel.mbar_of(bar).stages == 1 else f"{bar} + 8 * {cursor}.slot"
 
@@ -266,7 +272,7 @@ def _mma_wgmma(s: st.Mma, x: Scope) -> tuple[str, View]:
         a, a_param, a_at_k = s.a, f"const u32 (&a)[{x.frag(s.a).registers}]", "a[4 * k], a[4 * k + 1], a[4 * k + 2], a[4 * k + 3]"
     else:
         source = matrix.wgmma_operand(x.kernel.smem_of(s.a.smem), False)
-        a, a_param, a_at_k = f"desc_{s.a.smem}", "u64 a", f"a + {source.at_k.c()}"
+        a, a_param, a_at_k = x.descriptor(s.a, source.slot), "u64 a", f"a + {source.at_k.c()}"
     suffix = ("_rs" if isinstance(s.a, str) else "_ss") + ("_t" if s.trans_b else "")
     instruction = f"wgmma_m64n{d.cols}k{depth}{suffix}"
     x.helpers.need("ptx/wgmma_mma_async", _wgmma_instruction(instruction, d.cols, depth, PTX_TYPE[tile.dtype], s))
@@ -275,7 +281,7 @@ def _mma_wgmma(s: st.Mma, x: Scope) -> tuple[str, View]:
         "title": _mma_title(s),
         "d": s.d,
         "a": a,
-        "b": f"desc_{s.b.smem}" + (f" + {s.b.cursor}.slot * {b.slot}" if tile.stages > 1 else ""),
+        "b": x.descriptor(s.b, b.slot),
         "regs": d.registers,
         "a_param": a_param,
         "a_at_k": a_at_k,
@@ -450,6 +456,8 @@ _VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {
     st.Mask: _mask,
     st.OnlineSoftmax: _online_softmax,
     st.StaleSoftmax: _stale_softmax,
+    st.Hold: lambda s, x: ("hold", {"parts": x.parts(s.row)}),
+    st.CopyRow: lambda s, x: ("copy_row_values", {"parts": x.zipped(dst=s.dst, src=s.src)}),
     st.AddSums: lambda s, x: ("add_sums", {"parts": x.zipped(l=s.l, part=s.part)}),
     st.Move: lambda s, x: ("move", {"parts": x.zipped(dst=s.dst, src=s.src)}),
     st.Vote: lambda s, x: ("vote", {"unless": s.unless}),

@@ -148,7 +148,6 @@ VIEWS: dict[type[st.Step], Make] = {
     st.StoreRow: store_row,
     st.RowPass: _row_pass,
     st.SumRow: _rows("sum_row"),
-    st.CopyRow: _rows("copy_row"),
     st.MulRow: _rows("mul_row"),
     st.Reciprocal: _rows("reciprocal"),
     st.LogSumExp: lambda s, x: ("log_sum_exp", {"parts": x.zipped(lse=s.lse, m=s.m, l=s.l)}),

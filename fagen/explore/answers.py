@@ -8,9 +8,9 @@ from typing import Any
 
 from ..plan.expr import Expr
 from ..plan.kernel import KernelPlan, Plan
-from ..plan.steps import Body, Forever, Frag, Let, Loop, Mma, Role, Slot, Smem, Step, Var, bodies, walk
+from ..plan.steps import Body, ClaimTile, Forever, Frag, Let, Loop, Mma, Role, Slot, Smem, Step, Var, bodies, walk
+from .contexts import closure
 from .roofline import KernelCost
-from .tally import closure
 
 TILES = "How tiles are cut, and what stays in registers and shared memory"
 COVER = "How blocks cover batch, heads and sequence"
@@ -91,9 +91,9 @@ def _cover(kernel: KernelPlan, cost: KernelCost | None) -> Iterator[str]:
     lets = {s.var: s.value for s in reversed(steps) if isinstance(s, Let)}
     loops = [s for s in steps if isinstance(s, Loop)]
     grid = f"{kernel.grid} CTAs"
-    if any(isinstance(s, Forever) for s in steps):
+    if any(isinstance(s, ClaimTile) for s in steps):
         yield f"{grid}, one an SM; each claims query tiles from a counter until none is left."
-    elif any(s.var == "tile" for s in loops):
+    elif any(isinstance(s, Forever) for s in steps) or any(s.var == "tile" for s in loops):
         yield f"{grid}, one an SM; CTA c takes the query tiles c, c + CTAs, …"
     elif any(s.var == "m" for s in loops):
         own = (

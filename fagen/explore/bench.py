@@ -25,6 +25,7 @@ METHOD = {
     "inputs": "random normal, the same tensors for every function of a case",
     "burst": "15 ms rest, one launch, then about 4 ms of back-to-back launches in one CUDA graph; functions in rotating order",
     "sustained": "0.07 s warm-up and 0.13 s measured per function and round; functions in rotating order",
+    "copy": "the fastest of a memcpy and two elementwise kernels on 1 GiB, bytes read plus bytes written",
     "l2": "not flushed: a launch finds in L2 what the launch before it left, for every function alike",
     "interval": "order statistics of the rounds (binomial, exact coverage stated)",
     "verification": "a sample of rows and heads against float64 before timing; wrong functions are not timed",
@@ -35,19 +36,30 @@ METHOD = {
 
 TOKENS, HIDDEN = 16384, 2048
 HEAD_DIMS = (64, 128, 256)
-LENGTHS = {"paper": (512, 1024, 2048, 4096, 8192, 16384), "ladder": (16384,)}
-"""Sequence lengths of the grids; each has 16384 tokens in all and a hidden size of 2048."""
+PAPER_LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+LADDER_HEADS = 16
+LADDER = ((16, 1024), (16, 2048), (16, 4096), (4, 4096), (1, 16384))
+"""(sequences, length): many heads, for which a CTA a head is enough, then 16384 tokens in all, for which it is not."""
+GRIDS = ("paper", "ladder")
 LATER_GRIDS = {"decode": "needs KV splits, which no schedule has yet"}
 
 
 def grid_problems(grid: str, head_dim: int) -> tuple[Problem, ...]:
-    """The sizes of a named grid: batch = 16384 / length, heads = KV heads = 2048 / head_dim. InputError lists the grids."""
+    """The sizes of a named grid. paper: 16384 tokens in all and a hidden size of 2048 (heads = KV heads = 2048 / head_dim). ladder: 16
+    heads; see `LADDER`. InputError lists the grids."""
     if grid in LATER_GRIDS:
-        raise InputError("--grid", f"{grid} {LATER_GRIDS[grid]}; grids: {', '.join(LENGTHS)}")
-    if grid not in LENGTHS:
-        raise InputError("--grid", f"no grid {grid!r}; grids: {', '.join(LENGTHS)}")
+        raise InputError("--grid", f"{grid} {LATER_GRIDS[grid]}; grids: {', '.join(GRIDS)}")
+    if grid == "ladder":
+        return tuple(Problem(b, n, n, LADDER_HEADS, LADDER_HEADS) for b, n in LADDER)
+    if grid != "paper":
+        raise InputError("--grid", f"no grid {grid!r}; grids: {', '.join(GRIDS)}")
     heads = max(1, HIDDEN // head_dim)
-    return tuple(Problem(TOKENS // n, n, n, heads, heads) for n in LENGTHS[grid])
+    return tuple(Problem(TOKENS // n, n, n, heads, heads) for n in PAPER_LENGTHS)
+
+
+def one_problem(head_dim: int) -> Problem:
+    """What is timed where nothing is asked for: the longest of the paper's grid."""
+    return grid_problems("paper", head_dim)[-1]
 
 
 def flops(attention: Attention, problem: Problem, pairs: int | None = None) -> int:
@@ -138,15 +150,18 @@ def _timings(
     return timings
 
 
-def measure_ceilings(gemm: Task, copy: Task, clock: Clock, spec: BenchSpec) -> Ceilings:
-    """TFLOP/s of the matrix product and TB/s of the copy, as the functions are measured."""
-    gemm_ms, copy_ms = (interval([s.ms for s in of]) for of in burst([gemm, copy], clock, spec.rounds))
-    found = [gemm_ms.map(_gemm_tflops), copy_ms.map(_copy_tbs)]
+def measure_ceilings(gemm: Task, copies: Sequence[Task], clock: Clock, spec: BenchSpec) -> Ceilings:
+    """TFLOP/s of the matrix product and TB/s of the fastest of the copies, as the functions are measured."""
+    tasks = [gemm, *copies]
+    gemm_ms, *copy_ms = (interval([s.ms for s in of]) for of in burst(tasks, clock, spec.rounds))
+    best = min(range(len(copies)), key=lambda i: copy_ms[i].median)
+    rates = {task.name: _copy_tbs(ms.median) for task, ms in zip(copies, copy_ms)}
+    found = [gemm_ms.map(_gemm_tflops), copy_ms[best].map(_copy_tbs)]
     if not spec.sustained:
-        return Ceilings(found[0], found[1], None, None)
-    loaded = sustained([gemm, copy], clock, min(spec.rounds, SUSTAINED_ROUNDS), [gemm_ms.median, copy_ms.median])
-    gemm_ms, copy_ms = (interval([s.ms for s in of]) for of in loaded)
-    return Ceilings(found[0], found[1], gemm_ms.map(_gemm_tflops), copy_ms.map(_copy_tbs))
+        return Ceilings(found[0], found[1], None, None, rates)
+    loaded = sustained([gemm, copies[best]], clock, min(spec.rounds, SUSTAINED_ROUNDS), [gemm_ms.median, copy_ms[best].median])
+    gemm_ms, best_ms = (interval([s.ms for s in of]) for of in loaded)
+    return Ceilings(found[0], found[1], gemm_ms.map(_gemm_tflops), best_ms.map(_copy_tbs), rates)
 
 
 def _gemm_tflops(ms: float) -> float:
@@ -154,6 +169,7 @@ def _gemm_tflops(ms: float) -> float:
 
 
 def _copy_tbs(ms: float) -> float:
+    """Bytes read plus bytes written."""
     return 2 * COPY_BYTES / ms / 1e9
 
 

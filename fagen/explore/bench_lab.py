@@ -15,8 +15,10 @@ from ..compile import load_built
 from ..errors import FagenError, InputError, LaunchError
 from ..interop.arrays import FRAMEWORK_NAMES
 from ..launch import Kernel
+from ..plan.kernel import Problem
 from . import peers, verify
-from .bench_result import BenchSpec, CaseSpec, KernelRef, Machine, Row
+from .bench_result import BenchSpec, CaseSpec, KernelRef, Machine, Prediction, Row
+from .explain import predict, sentence
 from .timing import GraphTask, Task, TorchClock, open_sensors
 
 GEMM_SIZE = 8192
@@ -121,16 +123,25 @@ class Lab:
             **{f"peer {name}": text for name, text in peers.versions(torch, self._spec.peers).items()},
         }
 
-    def ceiling_tasks(self) -> tuple[Task, Task]:
-        """A matrix product and a device copy."""
+    def ceiling_tasks(self) -> tuple[Task, tuple[Task, ...]]:
+        """A matrix product, and copies of `COPY_BYTES` by different means: which is fastest depends on GPU and driver.
+
+        torch's own copy is a memcpy node in the graph, which the driver may give to a copy engine; those are built for PCIe and NVLink
+        and fall short of HBM. The others are kernels on all SMs, with loads of 16 bytes; bits are only copied or flipped.
+        """
         torch = self._torch
-        self._at("the matrix product and the copy are prepared", PREPARE_SECONDS)
+        self._at("the matrix product and the copies are prepared", PREPARE_SECONDS)
         a, b = (self._normal(GEMM_SIZE, GEMM_SIZE, dtype="bf16", seed=i) for i in range(2))
         product = torch.empty_like(a)
-        source = torch.randint(0, 256, (COPY_BYTES,), dtype=torch.uint8, device=a.device)
+        source = torch.randint(0, 1 << 30, (COPY_BYTES // 4,), dtype=torch.int32, device=a.device)
         target = torch.empty_like(source)
+        ways: dict[str, Callable[[], Any]] = {
+            "memcpy": lambda: target.copy_(source),
+            "bitwise_not": lambda: torch.bitwise_not(source, out=target),
+            "add": lambda: torch.add(source, 1, out=target),
+        }
         gemm = GraphTask(torch, "matrix product", lambda: torch.mm(a, b, out=product), self.clock)
-        return gemm, GraphTask(torch, "copy", lambda: target.copy_(source), self.clock)
+        return gemm, tuple(GraphTask(torch, name, call, self.clock) for name, call in ways.items())
 
     @contextmanager
     def case(self, number: int) -> Iterator[None]:
@@ -161,12 +172,13 @@ class Lab:
         torch, p, a = self._torch, case.problem, case.attention
         kernel = self._kernels[ref.directory, ref.file]
         ids = kernel.plan.schedule.id, kernel.plan.id, kernel.report.compiler
-        row = Row(ref.label, "schedule", None, *ids, "failed", "", None, None, None)
+        row = Row(ref.label, "schedule", None, *ids, "failed", "", None, None, None, None)
         self._at(f"{ref.label} runs for the first time", LAUNCH_SECONDS, ref.label)
         try:
             out = torch.full((p.batch, p.sq, p.hq, a.dv), float("nan"), dtype=self._dtype(a.output_dtype), device=q.device)
             lse = torch.full((p.batch, p.hq, p.sq), float("nan"), dtype=torch.float32, device=q.device)
             kernel(q, k, v, out=out, lse=lse)
+            row = replace(row, prediction=prediction(kernel, p))
         except (FagenError, torch.cuda.OutOfMemoryError) as e:
             self._check_alive(ref.label, e)
             return Candidate(replace(row, reason=_one_line(e)), None)
@@ -175,7 +187,7 @@ class Lab:
 
     def _peer(self, case: CaseSpec, name: str, q: Any, k: Any, v: Any, want: verify.Expected) -> Candidate:
         title = peers.PEERS[name].title
-        row = Row(title, "peer", name, None, None, None, "absent", "", None, None, None)
+        row = Row(title, "peer", name, None, None, None, "absent", "", None, None, None, None)
         self._at(f"{title} runs for the first time", PREPARE_SECONDS, title)
         try:
             call, out = peers.prepare(name, self._torch, case.attention, q, k, v)
@@ -211,6 +223,12 @@ class Lab:
 
     def _dtype(self, name: str) -> Any:
         return getattr(self._torch, FRAMEWORK_NAMES[name])
+
+
+def prediction(kernel: Kernel, problem: Problem) -> Prediction:
+    """`explain`'s numbers for one row."""
+    found = predict(kernel.plan, problem, kernel.report)
+    return Prediction(found.times_us, found.binds, found.bound_us, found.sm_bytes, found.dram_bytes, sentence(found))
 
 
 def _one_line(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from ..plan.kernel import Problem
 from ..value import Value
 from .timing import Interval, Reading
 
-SCHEMA = 1
+SCHEMA = 2
 T = TypeVar("T")
 
 
@@ -141,6 +141,21 @@ class Timing(Record):
 
 
 @dataclass(frozen=True)
+class Prediction(Record):
+    """What `explain` says of a schedule in this case, from its program and the data of an H200."""
+
+    times_us: dict[str, float]
+    """Lower bounds by resource: hbm, tensor, exp, parallelism, latency."""
+    binds: str
+    bound_us: float
+    """No launch is faster under the model."""
+    sm_bytes: int
+    """Into the SMs."""
+    dram_bytes: int
+    sentence: str
+
+
+@dataclass(frozen=True)
 class Row(Record):
     """One function in one case. `kind`: "schedule" or "peer". `outcome`: "timed"; "absent": not here or does not take this case;
     "wrong": its output differs from the reference, so it was not timed; "failed": it raised."""
@@ -159,6 +174,8 @@ class Row(Record):
     """Error / bound on the verified sample: at most 1 for a right output. None if not verified or not finite."""
     burst: Timing | None
     sustained: Timing | None
+    prediction: Prediction | None
+    """None for peers."""
 
     @property
     def loses(self) -> bool:
@@ -189,12 +206,15 @@ class CaseResult(Record):
 
 @dataclass(frozen=True)
 class Ceilings(Record):
-    """What this GPU did in this run: an 8192³ bf16 matrix product of torch (TFLOP/s) and a device copy (TB/s, read + written)."""
+    """What this GPU did in this run: an 8192³ bf16 matrix product of torch (TFLOP/s) and the fastest device copy (TB/s, read +
+    written)."""
 
     gemm_tflops: Interval
     copy_tbs: Interval
     gemm_tflops_sustained: Interval | None
     copy_tbs_sustained: Interval | None
+    copies_tbs: dict[str, float]
+    """Every copy that was tried, in a burst."""
 
 
 @dataclass(frozen=True)

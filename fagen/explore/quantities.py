@@ -52,7 +52,21 @@ FREE = frozenset(
     # synchronisation
     + ("Wait", "Arrive", "Advance", "Sync", "NArrive", "CtaSync", "ProxyFence", "CpCommit", "CpWait", "MmaWait")
     # registers and shared memory only, on the ordinary pipes
-    + ("LoadFrag", "TransposeV", "Fill", "Limits", "Mask", "AddSums", "Move", "Pack", "Rescale", "Finalise", "SumRow", "CopyRow")
+    + (
+        "LoadFrag",
+        "TransposeV",
+        "Fill",
+        "Limits",
+        "Mask",
+        "AddSums",
+        "Hold",
+        "Move",
+        "Pack",
+        "Rescale",
+        "Finalise",
+        "SumRow",
+        "CopyRow",
+    )
     + ("MulRow", "Reciprocal", "LogSumExp", "StoreStats", "StoreFrag", "AddParts")
 )
 """Steps that use none of the counted resources."""

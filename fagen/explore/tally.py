@@ -15,13 +15,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InternalError
-from ..plan.expr import Const, Expr, Op, Sym
+from ..plan.expr import Expr, Op, Sym
 from ..plan.kernel import KernelPlan
-from ..plan.steps import Body, Elected, Forever, If, Let, Loop, Role, Step, Var, Vote, bodies, walk
+from ..plan.steps import Body, Break, Elected, Forever, GetTile, If, Let, Loop, Role, Set, Step, Var, Vote, bodies, walk
+from .contexts import Array, Values, closure, distinct, evaluate
 from .quantities import Key, Quantity, quantities
 
-Array = npt.NDArray[np.int64]
-Values = dict[str, "int | Array"]
 Tally = dict[tuple[Any, ...], Array]
 """Key → one number a context. Beside the `Key`s of the quantities: ("first", "in" | "out", tensor, symbols), the bytes touched without
 those touched before, where `symbols` are what their place depends on; ("all", …) the same with those touched before; ("again", …, tensor),
@@ -84,6 +83,8 @@ def _chunk(kernel: KernelPlan, scalars: Mapping[str, int], ctas: Array) -> Work:
         values: Values = {**scalars, "cta": np.repeat(ctas, count), "w": np.tile(np.arange(count, dtype=np.int64), len(ctas))}
         walker = _Walker(kernel, role)
         found = walker.body(role.body, values, len(ctas) * count)
+        if walker.rounds and any(isinstance(s, GetTile) for s in walk(role.body)):
+            walker.claimed = _by_tile(found, walker.rounds, scalars["total"] * count, len(ctas) * count)
         if walker.claimed is not None:
             found, claimed = walker.claimed, True
         at_once = max(at_once, walker.again_at_once * count)
@@ -102,42 +103,18 @@ def _chunk(kernel: KernelPlan, scalars: Mapping[str, int], ctas: Array) -> Work:
     return Work({k: int(n.sum()) for k, n in units.items()}, units, claimed, touched, first, again, at_once)
 
 
-# expressions on arrays ------------------------------------------------------------------------------------------------------
-
-_UFUNC: dict[str, Any] = {
-    "+": np.add,
-    "-": np.subtract,
-    "*": np.multiply,
-    "/": np.floor_divide,
-    "%": np.remainder,
-    "<": np.less,
-    ">": np.greater,
-    "<=": np.less_equal,
-    ">=": np.greater_equal,
-    "==": np.equal,
-    "&": np.bitwise_and,
-    "|": np.bitwise_or,
-    "^": np.bitwise_xor,
-    "min": np.minimum,
-    "max": np.maximum,
-}
-
-
-def evaluate(e: Expr, values: Mapping[str, int | Array]) -> int | Array:
-    """`Expr.eval` for arrays of values; a division outside the non-negative range is an InternalError here too."""
-    if isinstance(e, Const):
-        return e.value
-    if isinstance(e, Sym):
-        if e.name not in values:
-            raise InternalError(f"no value for symbol {e.name!r}")
-        return values[e.name]
-    if not isinstance(e, Op) or e.op not in _UFUNC:
-        raise InternalError(f"cannot evaluate {e} on arrays")
-    a, b = (evaluate(x, values) for x in e.args)
-    if e.op in "/%" and (np.any(np.less(a, 0)) or np.any(np.less_equal(b, 0))):
-        raise InternalError(f"division outside the non-negative range in {e.c()}")
-    result = _UFUNC[e.op](a, b)
-    return result.astype(np.int64) if isinstance(result, np.ndarray) else int(result)
+def _by_tile(found: Tally, rounds: list[tuple[npt.NDArray[np.intp], Tally]], size: int, contexts: int) -> Tally:
+    """What a role did, by (tile, instance) instead of (CTA, instance): round r of context i is of tile-and-instance i + r · contexts.
+    What it does before and after its rounds is booked under its first tile."""
+    out: Tally = {}
+    for key, numbers in found.items():
+        out[key] = np.zeros(size, np.int64)
+        out[key][:contexts] = numbers
+    for r, (active, tally) in enumerate(rounds):
+        for key, numbers in tally.items():
+            out[key][active] -= numbers
+            out[key][active + r * contexts] += numbers
+    return out
 
 
 # the walk -------------------------------------------------------------------------------------------------------------------
@@ -152,6 +129,12 @@ class _Walker:
     again_at_once: int = 0
     """The most bytes that one step comes back to right after a sibling."""
     _costs: dict[str, tuple[Quantity, ...]] = field(default_factory=dict)
+    _given: frozenset[str] = frozenset()
+    """Tile numbers that the walk sets itself."""
+    rounds: list[tuple[npt.NDArray[np.intp], Tally]] = field(default_factory=list)
+    """Where tiles are dealt out round by round: the contexts that took part in a round, and what each did."""
+    _gets: int = 0
+    """Tiles taken from the ring so far."""
 
     def __post_init__(self) -> None:
         steps = list(walk(self.role.body))
@@ -160,7 +143,12 @@ class _Walker:
                 if bodies(step):
                     raise InternalError(f"{step.id}: nobody has said how often the bodies of a {step.kind} run")
                 self._costs[step.id] = quantities(self.kernel, self.role, step)
-        self._lets = {s.var: s.value.symbols() for s in steps if isinstance(s, (Let, Var))}
+        self._lets: dict[str, frozenset[str]] = {}
+        for s in steps:
+            if isinstance(s, (Let, Var, Set)):
+                self._lets[s.var] = self._lets.get(s.var, frozenset()) | s.value.symbols()
+            elif isinstance(s, GetTile):
+                self._lets[s.var] = frozenset(("cta", "n_ctas"))
         self._needed = closure(frozenset().union(*(self._reads(s) for s in steps)), self._lets)
         # Where instances run different iterations, a place that depends on the loop's variable depends on the instance.
         behind = dict(self._lets)
@@ -174,7 +162,7 @@ class _Walker:
         if isinstance(step, Loop):
             by = step.step.symbols() if isinstance(step.step, Expr) else frozenset()
             return step.first.symbols() | step.last.symbols() | by
-        if isinstance(step, If):
+        if isinstance(step, (If, Break)):
             return step.cond.symbols()
         if isinstance(step, Forever):
             return frozenset(("w",))
@@ -189,19 +177,26 @@ class _Walker:
         names: set[str] = set()
         for step in walk(body):
             names |= self._reads(step)
-            if isinstance(step, (Let, Var)) and step.var in self._needed:
+            if isinstance(step, (Let, Var, Set)) and step.var in self._needed:
                 names |= step.value.symbols()
         return frozenset(names)
 
     def body(self, steps: Body, values: Values, n: int) -> Tally:
         """What the steps use in each of `n` contexts."""
-        values = dict(values)
+        return self._steps(steps, dict(values), n)
+
+    def _steps(self, steps: Body, values: Values, n: int) -> Tally:
+        """Likewise; leaves in `values` what the steps bind."""
         total: Tally = {}
         touched: set[tuple[Any, ...]] = set()
         for step in steps:
-            if isinstance(step, (Let, Var)):
+            if isinstance(step, (Let, Var, Set)):
                 if step.var in self._needed:
                     values[step.var] = evaluate(step.value, values)
+            elif isinstance(step, GetTile):
+                if step.var not in self._given:
+                    values[step.var] = values["cta"] + self._gets * values["n_ctas"]
+                    self._gets += 1
             elif isinstance(step, Loop):
                 _into(total, self._loop(step, values, n))
             elif isinstance(step, Forever):
@@ -250,7 +245,7 @@ class _Walker:
 
     def _loop(self, loop: Loop, values: Values, n: int) -> Tally:
         live = self._live((loop,)) - {loop.var}
-        outer, back, m = _distinct(values, live, n)
+        outer, back, m = distinct(values, live, n)
         first, last = (np.broadcast_to(np.asarray(evaluate(e, outer)), (m,)) for e in (loop.first, loop.last))
         by = np.broadcast_to(np.asarray(evaluate(loop.step, outer) if isinstance(loop.step, Expr) else loop.step), (m,))
         trips = np.maximum((last - first + by) // by, 0)
@@ -258,7 +253,7 @@ class _Walker:
         turn = np.arange(len(parent)) - np.repeat(np.cumsum(trips) - trips, trips)
         inner: Values = {k: v[parent] if isinstance(v, np.ndarray) else v for k, v in outer.items()}
         inner[loop.var] = first[parent] + turn * by[parent]
-        inner, inside, k = _distinct(inner, self._live(loop.body), len(parent))
+        inner, inside, k = distinct(inner, self._live(loop.body), len(parent))
         if not k:
             return {}
         out: Tally = {}
@@ -273,16 +268,23 @@ class _Walker:
         return out
 
     def _forever(self, loop: Forever, values: Values, n: int) -> Tally:
-        """Tiles handed out at run time: each once, to whichever CTA. Booked under the first CTA; `claimed` has them one by one."""
-        stop = next((s.cond for s in loop.body if s.kind == "Break"), None)  # type: ignore[attr-defined]
+        """Tiles dealt out one after the other. Where nothing is carried from one to the next, all tiles at once; else round by round."""
+        stop = next((s.cond for s in loop.body if isinstance(s, Break)), None)
         if not (isinstance(stop, Op) and stop.op == ">=" and isinstance(stop.args[0], Sym)):
             raise InternalError(f"{loop.id}: its Break is not `tile >= bound`, so nobody knows how often it runs")
+        carried = {s.var for s in walk(loop.body) if isinstance(s, Set)} - {stop.args[0].name}
+        return self._rounds(loop, values, n) if carried else self._at_once(loop, stop, values, n)
+
+    def _at_once(self, loop: Forever, stop: Op, values: Values, n: int) -> Tally:
+        """Each tile once, to whichever CTA. Booked under the first CTA; `claimed` has them one by one."""
         count, tiles = self.role.count, evaluate(stop.args[1], values)
         if isinstance(tiles, np.ndarray):
             raise InternalError(f"{loop.id}: its bound {stop.args[1]} is not the same in all CTAs")
+        tile = str(stop.args[0])
         inner: Values = {k: v for k, v in values.items() if not isinstance(v, np.ndarray)}
-        inner[stop.args[0].name] = np.repeat(np.arange(tiles, dtype=np.int64), count)
+        inner[tile] = np.repeat(np.arange(tiles, dtype=np.int64), count)
         inner["w"] = np.tile(np.arange(count, dtype=np.int64), tiles)
+        self._given = frozenset((tile,))
         self.claimed = self.body(loop.body, inner, tiles * count)
         out: Tally = {}
         for key, numbers in self.claimed.items():
@@ -290,32 +292,48 @@ class _Walker:
             out[key][:count] = numbers.reshape(-1, count).sum(axis=0)
         return out
 
+    def _rounds(self, loop: Forever, values: Values, n: int) -> Tally:
+        """A CTA's k-th tile is its number + k · CTAs: what an atomic counter gives where all tiles take alike, and for sums as good as
+        any. `values` are left as the last round of each context leaves them."""
+        out: Tally = {}
+        active = np.arange(n)
+        while len(active):
+            inner: Values = {k: v[active] if isinstance(v, np.ndarray) else v for k, v in values.items()}
+            begun = active
+            done: Tally = {}
+            for part, end in _split(loop.body):
+                for key, numbers in self._steps(part, inner, len(active)).items():
+                    whole = np.zeros(n, np.int64)
+                    whole[active] = numbers
+                    _into(out, {key: whole})
+                    _into(done, {key: whole[begun]})
+                for name, v in inner.items():
+                    if isinstance(v, np.ndarray):
+                        column = np.array(np.broadcast_to(values.get(name, 0), (n,)), np.int64)
+                        column[active] = v
+                        values[name] = column
+                if end is not None:
+                    stays = np.broadcast_to(np.asarray(evaluate(end.cond, inner)) == 0, (len(active),))
+                    active = active[stays]
+                    inner = {k: v[stays] if isinstance(v, np.ndarray) else v for k, v in inner.items()}
+            self.rounds.append((begun, done))
+        return out
+
+
+def _split(body: Body) -> list[tuple[Body, Break | None]]:
+    """The body in parts, each with the Break that ends it."""
+    parts: list[tuple[Body, Break | None]] = []
+    start = 0
+    for i, step in enumerate(body):
+        if isinstance(step, Break):
+            parts.append((body[start:i], step))
+            start = i + 1
+    return [*parts, (body[start:], None)]
+
 
 CONTAINERS = (Loop, Forever, If, Elected, Vote)
-
-
-def closure(symbols: frozenset[str], behind: Mapping[str, frozenset[str]]) -> frozenset[str]:
-    """The symbols and all that stand behind them."""
-    while True:
-        more = symbols.union(*(behind[name] for name in symbols if name in behind))
-        if more == symbols:
-            return symbols
-        symbols = more
 
 
 def _into(total: Tally, more: Tally) -> None:
     for key, numbers in more.items():
         total[key] = total[key] + numbers if key in total else numbers
-
-
-def _distinct(values: Values, live: frozenset[str], n: int) -> tuple[Values, npt.NDArray[np.intp], int]:
-    """The contexts that differ in a live value: (their values, which of them each of the `n` is, how many there are)."""
-    kept = {k: v for k, v in values.items() if not isinstance(v, np.ndarray)}
-    varying = {k: v for k, v in values.items() if isinstance(v, np.ndarray) and k in live}
-    code = np.zeros(n, np.int64)
-    for column in varying.values():
-        if n:
-            low, high = int(column.min()), int(column.max())
-            code = np.unique(code, return_inverse=True)[1].reshape(-1) * (high - low + 1) + (column - low)
-    _, where, back = np.unique(code, return_index=True, return_inverse=True)
-    return {**kept, **{k: v[where] for k, v in varying.items()}}, back.reshape(-1), len(where)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from ..attention import Attention
 from ..interop.arrays import FRAMEWORK_NAMES
 from ..oracle.compare import Verdict, compare
-from ..oracle.numeric import E4M3_P_SCALE
+from ..oracle.numeric import E4M3_DEPTH, E4M3_P_SCALE, E4M3_SUM_BITS
 from ..plan.kernel import Problem
 
 HEADS, ROWS = 32, 64
@@ -92,13 +92,25 @@ def _rounded(torch: Any, attention: Attention, q: Any, k: Any, v: Any, hidden: A
     """The baseline: float32 scores and sums, P and the output rounded to their types."""
     p_type, out_type = (getattr(torch, FRAMEWORK_NAMES[t]) for t in (attention.dtype, attention.output_dtype))
     p_scale = float(E4M3_P_SCALE) if attention.dtype == "e4m3" else 1.0
-    s = _scores(attention, q, k, hidden)
+    s = _tensor_core(torch, attention, q, k.T) * attention.softmax_scale
+    s = s if hidden is None else s.masked_fill(hidden, float("-inf"))
     top = s.amax(dim=1, keepdim=True)
     blind = torch.isneginf(top)
     p = torch.exp(s - top.masked_fill(blind, 0.0))
     total = p.sum(dim=1, keepdim=True)
-    out = ((p * p_scale).to(p_type).float() @ v) / (total * p_scale).masked_fill(blind, 1.0)
+    out = _tensor_core(torch, attention, (p * p_scale).to(p_type).float(), v) / (total * p_scale).masked_fill(blind, 1.0)
     return out.to(out_type), (top + torch.log(total)).squeeze(1)
+
+
+def _tensor_core(torch: Any, attention: Attention, a: Any, b: Any) -> Any:
+    """`oracle.numeric.tensor_core` on the GPU."""
+    if attention.dtype != "e4m3":
+        return a @ b
+    total = torch.zeros(a.shape[0], b.shape[1], device=a.device)
+    for k in range(0, a.shape[1], E4M3_DEPTH):
+        total += a[:, k : k + E4M3_DEPTH] @ b[k : k + E4M3_DEPTH]
+        total.view(torch.int32).bitwise_and_(-1 << (24 - E4M3_SUM_BITS))
+    return total
 
 
 def _stack(torch: Any, parts: list[tuple[Any, Any]]) -> tuple[Array, Array]:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ..attention import Attention
 from ..descales import Descales
 from .blocks import problem_of, row_blocks, scales_of
-from .numeric import E4M3_P_SCALE, F32, Array, cast, matmul, rounded
+from .numeric import E4M3_P_SCALE, F32, Array, cast, rounded, tensor_core
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def baseline(attention: Attention, q: Array, k: Array, v: Array, **descales: Unpack[Descales]) -> tuple[Array, F32]:
     """Attention in one pass in the precision of the kernel: float32 scores and softmax of the rounded inputs, P rounded to its
-    type (e4m3: times 2^8 first), float32 accumulation, O rounded to the output's type.
+    type (e4m3: times 2^8 first), float32 accumulation (e4m3: as the tensor core sums, see `numeric.tensor_core`), O rounded to the output's type.
 
     Arguments as `reference`. Returns out (batch, seqlen_q, heads, head_dim_v) in the attention's output dtype and lse
     (batch, heads, seqlen_q) in float32. Its error is a yardstick, never a truth.
@@ -38,7 +38,7 @@ def baseline_rows(
     lse = np.full((problem.batch, problem.hq, len(index)), -np.inf, np.float32)
     with np.errstate(invalid="ignore", divide="ignore"):
         for block in row_blocks(attention, problem, q, k, v, index, np.float32, scales):
-            s = matmul(block.q.reshape(-1, attention.head_dim), block.k.T).reshape(*block.q.shape[:2], -1)
+            s = tensor_core(block.q.reshape(-1, attention.head_dim), block.k.T, attention.dtype).reshape(*block.q.shape[:2], -1)
             s *= np.float32(block.score_scale)
             if block.visible is not None:
                 np.copyto(s, np.float32(-np.inf), where=~block.visible)
@@ -48,7 +48,7 @@ def baseline_rows(
             p = np.exp(s, out=s)
             total = p.sum(axis=2, keepdims=True)
             p = rounded(p * p_scale, attention.dtype)
-            o = matmul(p.reshape(-1, p.shape[2]), block.v).reshape(*p.shape[:2], -1) / np.where(
+            o = tensor_core(p.reshape(-1, p.shape[2]), block.v, attention.dtype).reshape(*p.shape[:2], -1) / np.where(
                 blind, np.float32(1), total * p_scale
             )
             out[block.batch, block.rows, block.heads] = o.transpose(1, 0, 2) * np.float32(block.out_scale)

@@ -10,30 +10,47 @@ from .steps import DTYPE_BYTES, FEW_COPIES
 # (rounded down to 8), and what the producer gives back is what the consumers may take.
 WARPGROUP_REGISTERS = {1: (56, 240), 2: (24, 240), 3: (32, 160), 4: (24, 112)}
 
+# For a producer that needs more than 24 (see `producer_needs`).
+ROOMIER_REGISTERS = WARPGROUP_REGISTERS | {2: (40, 232), 4: (32, 112)}
+
 # With V transposed in the kernel, the other three warps of the producer's warpgroup hold a strip of V in registers.
 TRANSPOSER_REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160), 4: (32, 104)}
 TRANSPOSER_NEEDS = 32
 
-OVERHEAD = {"wgmma": 24, "mma_sync": 56}
-"""Registers beyond the tiles: row statistics, addresses, cursors, loop state. Calibrated by compiling the tile sizes at the border."""
-
-
-PART_COLUMNS = 64
-"""Columns of its partial O that a split_kv warp holds at once: a 128-byte chunk of V."""
-
 
 def overhead(attention: Attention, schedule: Schedule) -> int:
-    """Registers beyond the tiles. With mma.sync: a warp has statistics of its rows, under split_kv of all rows, its own and the merged
+    """Registers a computing thread needs beside its tiles: row statistics, addresses, cursors, loop state.
+
+    What ptxas needs for this has no formula; the terms are the envelope of what spilled when the tile sizes at the border were compiled
+    (tests/tools/sweep_spills.py), so a schedule that keeps to them compiles without a spill, and up to 16 to 32 keys more might do.
+    """
+    s = schedule
+    if s.mma == "mma_sync":
+        assert s.warps is not None
+        copies = s.tile_kv * attention.head_dim * DTYPE_BYTES[attention.dtype] // (16 * 32 * s.warps)
+        blocks = s.tile_q // (16 * s.warps)
+        deep = max(s.stages_k, s.stages_v) > 2
+        if (s.loop_order, s.partition, s.normalise, s.movement) != ("q_outer", "split_q", "once", "cp_async"):
+            return 56 + _ladder_overhead(attention, s)
+        return 60 + 2 * copies // blocks + 18 * (blocks - 1) + 32 * (s.parallelism == "batch_heads") + 8 * _one_slot(s) + 24 * deep
+    beside_product = s.overlap in ("within", "both")  # the softmax runs while P·V still holds P and O
+    wide = (attention.dv - 64) // 16
+    if s.roles == "uniform":
+        return (32 + 28 * _one_slot(s) if beside_product else 24) + 2 * wide
+    if attention.dtype == "e4m3" or s.reference == "stale":
+        return 24
+    if s.overlap == "pingpong" and attention.dv > 128:
+        beside_product = True
+    base = 32 if beside_product else 28 if s.overlap == "pingpong" else 16
+    return base + (0 if s.parallelism == "persistent_dynamic" else wide)
+
+
+def _ladder_overhead(attention: Attention, s: Schedule) -> int:
+    """What the other mma.sync kernels need more: a warp has statistics of its rows, under split_kv of all rows, its own and the merged
     ones; one that copies blocks alone has many addresses; copies through registers have some on their way; kv_outer has a second loop and
     the workspace's addresses; normalising each step keeps two more factors a row."""
-    if schedule.mma == "wgmma":
-        return OVERHEAD["wgmma"]
-    s, more = schedule, 0
     assert s.warps is not None
-    if s.partition == "split_kv":
-        more += 12 * (s.tile_q // 16)
-    else:
-        more += 10 * (s.tile_q // s.warps // 16 - 1)
+    more = 12 * (s.tile_q // 16) if s.partition == "split_kv" else 10 * (s.tile_q // s.warps // 16 - 1)
     if s.warps == 1:
         more += 40
     if s.movement == "ld_st":
@@ -42,7 +59,11 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
         more += 12 if s.partition == "split_kv" else 48
     elif s.normalise == "each_step" and s.partition == "split_q":
         more += 24
-    return OVERHEAD["mma_sync"] + more
+    return more
+
+
+PART_COLUMNS = 64
+"""Columns of its partial O that a split_kv warp holds at once: a 128-byte chunk of V."""
 
 
 def copies_in_flight(tile_bytes: int, threads: int, most: int) -> int:
@@ -100,8 +121,24 @@ def q_fits_registers(attention: Attention, schedule: Schedule) -> bool:
 def role_registers(attention: Attention, schedule: Schedule) -> tuple[int, int]:
     """setmaxnreg of (producer's warpgroup, consumers)."""
     assert schedule.consumers is not None
-    table = TRANSPOSER_REGISTERS if transposes(attention, schedule) else WARPGROUP_REGISTERS
-    return schedule.registers or table[schedule.consumers]
+    if schedule.registers is not None:
+        return schedule.registers
+    if transposes(attention, schedule):
+        return TRANSPOSER_REGISTERS[schedule.consumers]
+    split = WARPGROUP_REGISTERS[schedule.consumers]
+    return split if split[0] >= producer_needs(attention, schedule) else ROOMIER_REGISTERS[schedule.consumers]
+
+
+def producer_needs(attention: Attention, schedule: Schedule) -> int:
+    """Registers of the thread that issues the loads, at least: as found by compiling, where a producer that claims tiles spilled at 24."""
+    unequal = schedule.stages_k != schedule.stages_v
+    wants_more = schedule.parallelism == "persistent_dynamic" and _one_slot(schedule) and (unequal or attention.dv > 128)
+    return 32 if wants_more else 24
+
+
+def _one_slot(schedule: Schedule) -> bool:
+    """A ring has a single slot, whose addresses never change: ptxas keeps them in registers."""
+    return 1 in (schedule.stages_k, schedule.stages_v)
 
 
 def transposes(attention: Attention, schedule: Schedule) -> bool:

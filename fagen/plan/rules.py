@@ -35,6 +35,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "mma": ("mma_sync", "wgmma"),
     "p_operand": ("registers", "shared"),
     "overlap": ("none", "within", "pingpong", "both"),
+    "fuse_tiles": (False, True),
     "softmax": ("fused", "three_pass", "two_pass"),
     "normalise": ("once", "each_step"),
     "reference": ("running", "stale"),
@@ -189,6 +190,8 @@ def _structure_precision(a: Attention, s: Schedule) -> Iterator[Violation]:
     if s.tile_kv % 32:
         legal = tuple(range(32, MAX_TILE_KV + 1, 32))
         yield _nearest_int("tile-kv", "tile_kv", s.tile_kv, legal, "is not a multiple of 32, the depth of one e4m3 product")
+    if s.v_transposed and s.reference == "stale":
+        yield Violation("reference", "reference", "'stale' with a V given transposed has no kernel", ("running",))
     if s.roles == "uniform" and not s.v_transposed:
         message = "uniform roles have no warps to transpose an e4m3 V in the kernel"
         yield Violation("v-transposed", "v_transposed", message, (True,))
@@ -218,6 +221,13 @@ def _structure_wgmma(s: Schedule) -> Iterator[Violation]:
             f"a stale reference saves time where the softmax runs under the warpgroup's own product, not with overlap {s.overlap!r}"
         )
         yield Violation("reference", "reference", message, ("running",))
+    if s.fuse_tiles:
+        needed = {"parallelism": "persistent_dynamic", "roles": "producer", "reference": "stale"}
+        persistent = s.parallelism.startswith("persistent")
+        missing = [f for f, v in needed.items() if not (persistent if f == "parallelism" else getattr(s, f) == v)]
+        if missing:
+            message = f"joins one tile to the next, which needs {', '.join(f'{f}={needed[f]!r}' for f in missing)}"
+            yield Violation("fuse-tiles", "fuse_tiles", message, (False,))
     if s.parallelism == "batch_heads":
         legal = ("query_tiles", "persistent_static", "persistent_dynamic")
         yield Violation("parallelism", "parallelism", "'batch_heads' is for mma_sync kernels", legal)
@@ -265,6 +275,8 @@ def _structure_mma_sync(a: Attention, s: Schedule) -> Iterator[Violation]:
     for field, legal in (("roles", "uniform"), ("overlap", "none"), ("reference", "running")):
         if getattr(s, field) != legal:
             yield Violation(field, field, f"{getattr(s, field)!r} needs wgmma; mma.sync is synchronous", (legal,))
+    if s.fuse_tiles:
+        yield Violation("fuse-tiles", "fuse_tiles", "needs wgmma and persistent tiles", (False,))
     if s.registers is not None:
         yield Violation("registers", "registers", f"{s.registers} given, but setmaxnreg needs wgmma and roles 'producer'", (None,))
     if s.parallelism.startswith("persistent"):
@@ -329,20 +341,25 @@ def _register_pool(a: Attention, s: Schedule, pool: int) -> Iterator[Violation]:
     threads = 128 * (s.consumers + 1)
     launched = registers.launch_registers(threads, pool) * threads if threads > 256 else 256 * threads
     producer, consumer = s.registers
+    usual = registers.role_registers(a, s.replace(registers=None))
     need = 128 * (producer + s.consumers * consumer)
     if need > launched:
         best = (launched // 128 - producer) // s.consumers // 8 * 8
         message = f"128·({producer} + {s.consumers}·{consumer}) = {need} registers exceed the {launched} the CTA is launched with"
-        yield Violation("register-pool", "registers", message, ((producer, best), registers.WARPGROUP_REGISTERS[s.consumers]))
+        yield Violation("register-pool", "registers", message, ((producer, best), usual))
     if registers.transposes(a, s) and producer < registers.TRANSPOSER_NEEDS:
         message = f"{producer} for the producer's warpgroup, whose warps need {registers.TRANSPOSER_NEEDS} to transpose V"
-        yield Violation("registers", "registers", message, (registers.TRANSPOSER_REGISTERS[s.consumers],))
+        yield Violation("registers", "registers", message, (usual,))
+    elif producer < registers.producer_needs(a, s):
+        least = registers.producer_needs(a, s)
+        message = f"{producer} for a producer that claims tiles, with a ring of one slot, which needs {least}"
+        yield Violation("registers", "registers", message, (usual,))
     if consumer < producer:
         yield Violation(
             "registers",
             "registers",
             f"the consumer gets {consumer}, less than the producer's {producer}",
-            (registers.WARPGROUP_REGISTERS[s.consumers],),
+            (usual,),
         )
 
 

@@ -142,13 +142,16 @@ class Slot:
 
     `holds` says which rows of the source tensor must be in it, as the index of their first row: the contract that the proof
     checks against the load that filled it. `row` offsets into the tile (the 64 rows of a warpgroup, the keys of a warp), `col` does
-    in columns: a whole number of 128-byte chunks.
+    in columns: a whole number of 128-byte chunks. `head`, `batch`: whose rows they are, where the reader's own variables do not say it
+    in the load's terms (a tile whose successor is already decoded).
     """
 
     smem: str
     cursor: str | None
     holds: Expr | None = None
     row: Expr | None = None
+    head: Expr | None = None
+    batch: Expr | None = None
     col: int = 0
 
 
@@ -621,6 +624,22 @@ class AddSums(Step):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Hold(Step):
+    """What stands before it stays before it, in the machine code too: a branch over a row sum being negative, which it never is.
+    ptxas moves waits and arithmetic past everything but the end of a basic block."""
+
+    row: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyRow(Step):
+    """dst = src, a value for each row."""
+
+    dst: str
+    src: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Move(Step):
     """dst = src, register by register, not before this place: dst was the operand of a product until now."""
 
@@ -665,14 +684,6 @@ class Finalise(Step):
 @dataclass(frozen=True, kw_only=True)
 class SumRow(Step):
     """dst[r] = src[r] summed over the four lanes that hold row r: from each thread's own part to the row's sum, in all of them."""
-
-    dst: str
-    src: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class CopyRow(Step):
-    """dst[r] = src[r]."""
 
     dst: str
     src: str
@@ -808,9 +819,9 @@ def walk(body: Body) -> Iterator[Step]:
 
 
 def without_unused(body: Body) -> Body:
-    """The same body without `Let`s whose variable nothing reads: roles share the steps that decode a tile, but not all need all of it."""
+    """The same body without variables that nothing reads: roles share the steps that decode a tile, but not all need all of it."""
     used = frozenset().union(*(_symbols(value) for step in walk(body) for value in step_fields(step).values()))
-    slim = _keep(body, lambda step: not (isinstance(step, Let) and step.var not in used))
+    slim = _keep(body, lambda step: not (isinstance(step, (Let, Var, Set)) and step.var not in used))
     return body if slim == body else without_unused(slim)  # what only an unused one read is now unused itself
 
 

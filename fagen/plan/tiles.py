@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ..attention import Attention
 from ..schedule import Schedule
 from ..target import Target
-from .expr import Expr, as_expr, ceildiv, maximum, minimum, pow2floor, sym
+from .expr import Expr, as_expr, ceildiv, eq, maximum, minimum, pow2floor, sym
 from .kernel import Param, Workspace
 from .steps import (
     DTYPE_BYTES,
@@ -28,6 +28,7 @@ from .steps import (
     Elected,
     Forever,
     GetTile,
+    If,
     Let,
     Loop,
     PutTile,
@@ -95,8 +96,12 @@ class Tiles:
 
     # the steps ----------------------------------------------------------------------------------------------------------
 
-    def decode(self) -> Body:
-        """From `tile` (or, for batch_heads, `cta` and `m`) to m, h, b and the number of key blocks n."""
+    def decode(self, step: type[Let] | type[Var] | type[Set] = Let) -> Body:
+        """From `tile` (or, for batch_heads, `cta` and `m`) to m, h, b and the number of key blocks n; as constants, or as variables
+        that are declared (Var) and later set anew (Set)."""
+        return tuple(step(var=x.var, value=x.value, why=x.why) for x in self._decode())
+
+    def _decode(self) -> tuple[Let, ...]:
         s = self.schedule
         head: list[Let]
         if s.parallelism == "batch_heads":
@@ -122,13 +127,23 @@ class Tiles:
             Let(var="n", value=ceildiv(self.key_end(), s.tile_kv), why="key blocks this tile sees"),
         )
 
-    def decode_pair(self) -> Body:
+    def decode_pair(self) -> tuple[Let, ...]:
         """From `pair` to b, h and the KV head."""
         return (
             Let(var="b", value=sym("pair") // HQ),
             Let(var="h", value=sym("pair") - B * HQ),
             Let(var="h_kv", value=H // sym("group"), why="the KV head that this query head shares"),
         )
+
+    def _blocks(self) -> Expr:
+        """Fused tiles have at least one, which may be masked whole: every tile then has a first and a last product."""
+        n = ceildiv(self.key_end(), self.schedule.tile_kv)
+        return maximum(n, 1) if self.schedule.fuse_tiles else n
+
+    def key_row(self, block: Expr) -> Expr:
+        """First row of a block of K or V. Without any key, the one block of a fused tile lies past the tensor, where TMA reads zeros."""
+        row = block * self.schedule.tile_kv
+        return row + eq(SK, 0) if self.schedule.fuse_tiles else row
 
     def key_end(self) -> Expr:
         """One past the last key that any row of tile m sees."""
@@ -168,13 +183,7 @@ class Tiles:
 
     def get_tile(self) -> Body:
         """Take the next tile number from the ring."""
-        return (
-            Wait(bar="tile_full", cursor="get_t"),
-            GetTile(var="tile", src=Slot("tile_id", "get_t")),
-            Arrive(bar="tile_empty", cursor="get_t"),
-            Advance(cursor="get_t"),
-            Break(cond=TILE >= TOTAL),
-        )
+        return (*self._take("tile"), Break(cond=TILE >= TOTAL))
 
     def claim(self, var: str) -> Body:
         why = "late: claiming at a tile's start would bind a second tile to this CTA"
@@ -193,6 +202,30 @@ class Tiles:
 
     def consumer_loop(self, body: Body) -> Body:
         return (Forever(name="tiles", body=(*self.get_tile(), *body)),) if self.dynamic else self.loop(body)
+
+    def joined_loop(self, first: Body, more: Body, blocks: Body, join: Body, last: Body) -> Body:
+        """Fused tiles: `first` (which declares the decode's variables) opens the first tile; then for every tile its `blocks`, and if
+        there is another one, `more` (which sets them anew) and `join`; at the end `last`."""
+        opening: Body
+        another: Body
+        if self.dynamic:
+            opening, another = self._take("first_tile"), self._take("next_tile")
+        else:
+            opening = (Let(var="first_tile", value=CTA),)
+            another = (Let(var="next_tile", value=TILE + N_CTAS),)
+        nxt = sym("next_tile")
+        turn = (*blocks, *another, Break(cond=nxt >= TOTAL), Set(var="tile", value=nxt), *more, *join)
+        work = (*first, Forever(name="tiles", body=turn), *last)
+        return (*opening, Var(var="tile", value=sym("first_tile")), If(name="any", cond=TILE < TOTAL, then=work))
+
+    def _take(self, var: str) -> Body:
+        """The next tile number from the ring."""
+        return (
+            Wait(bar="tile_full", cursor="get_t"),
+            GetTile(var=var, src=Slot("tile_id", "get_t")),
+            Arrive(bar="tile_empty", cursor="get_t"),
+            Advance(cursor="get_t"),
+        )
 
     def uniform_loop(self, body: Body) -> Body:
         """Roles are alike: one elected thread claims and puts, all take. `body` must claim("next") in an Elected step."""

@@ -56,6 +56,9 @@ def _tile_kv(rng: random.Random) -> int:
 
 
 def _wgmma(rng: random.Random) -> Pair:
+    attention = _attention(rng)
+    if rng.random() < 0.2:
+        attention = attention.replace(dtype="e4m3")
     consumers = rng.choice((1, 1, 2, 2, 3, 4))
     producer = rng.random() < 0.7
     overlaps = ("none", "within", *(("pingpong", "both", "both") if consumers > 1 else ())) if producer else ("none", "within")
@@ -74,8 +77,10 @@ def _wgmma(rng: random.Random) -> Pair:
         mma="wgmma",
         stages=_stages(rng),
         overlap=rng.choice(overlaps),
+        reference=rng.choice(("running", "running", "stale")),
+        v_transposed=attention.dtype == "e4m3" and rng.random() < 0.3,
     )
-    return _attention(rng), schedule
+    return attention, schedule
 
 
 def _mma_sync(rng: random.Random) -> Pair:

@@ -15,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fagen
-from fagen import Attention, InputError, LaunchError, cli_bench, driver
+from fagen import Attention, InputError, LaunchError, driver
+from fagen.cli import bench as cli_bench
 from fagen.cli import common
 from fagen.compile import write_built
 from fagen.explore import bench, bench_lab, bench_watch, peers, timing
@@ -27,6 +28,7 @@ from fagen.explore.bench_result import (
     Ceilings,
     KernelRef,
     Machine,
+    Prediction,
     Row,
 )
 from fagen.explore.timing import GraphTask, Interval, Reading, Sample, TorchClock
@@ -312,7 +314,10 @@ def test_grids():
     paper = bench.grid_problems("paper", 64)
     assert [(p.batch, p.sq) for p in paper] == [(32, 512), (16, 1024), (8, 2048), (4, 4096), (2, 8192), (1, 16384)]
     assert {(p.hq, p.hkv) for p in paper} == {(32, 32)} and all(p.sq == p.sk for p in paper)
-    assert bench.grid_problems("ladder", 128) == (Problem(1, 16384, 16384, 16, 16),)
+    ladder = bench.grid_problems("ladder", 64)
+    assert [(p.batch, p.sq) for p in ladder] == [(16, 1024), (16, 2048), (16, 4096), (4, 4096), (1, 16384)]
+    assert {(p.hq, p.hkv) for p in ladder} == {(16, 16)} and all(p.sq == p.sk for p in ladder)
+    assert bench.one_problem(128) == Problem(1, 16384, 16384, 16, 16)
     with pytest.raises(InputError, match=r"decode needs KV splits.*grids: paper, ladder"):
         bench.grid_problems("decode", 128)
     with pytest.raises(InputError, match="no grid 'papr'; grids: paper, ladder"):
@@ -322,13 +327,16 @@ def test_grids():
 # a case -------------------------------------------------------------------------------------------------------------------
 
 PROBLEM = Problem(1, 1024, 1024, 16, 16)
-CEILINGS = Ceilings(Interval(800.0, 790.0, 805.0, 0.97), Interval(4.0, 3.9, 4.1, 0.97), None, None)
+CEILINGS = Ceilings(Interval(800.0, 790.0, 805.0, 0.97), Interval(4.0, 3.9, 4.1, 0.97), None, None, {"memcpy": 2.7, "add": 4.0})
+TIMES = {"hbm": 4.0, "tensor": 11.0, "exp": 6.0, "parallelism": 12.0, "latency": 4.0}
+PREDICTION = Prediction(TIMES, "tensor", 12.0, 10, 20, "The tensor cores bind.")
 LOADED = replace(CEILINGS, gemm_tflops_sustained=Interval(700, 690, 705, 0.97), copy_tbs_sustained=Interval(4, 4, 4, 0.97))
 
 
 def row(name: str, kind: str = "schedule", outcome: str = "timed", reason: str = "") -> Row:
     ids = (None, "s1", "a1-s1", "NVRTC 13") if kind == "schedule" else (name, None, None, None)
-    return Row(name, kind, *ids, outcome, reason, 0.5 if outcome == "timed" else None, None, None)
+    model = PREDICTION if kind == "schedule" and outcome == "timed" else None
+    return Row(name, kind, *ids, outcome, reason, 0.5 if outcome == "timed" else None, None, None, model)
 
 
 def a_spec(rounds: int = 6, sustained: bool = False) -> BenchSpec:
@@ -390,10 +398,12 @@ def test_no_peer_no_ratio():
 
 
 def test_ceilings():
-    found = bench.measure_ceilings(FakeTask("gemm", 1.5), FakeTask("copy", 0.5), FakeClock(), a_spec(sustained=True))
+    copies = [FakeTask("memcpy", 0.8), FakeTask("add", 0.5)]
+    found = bench.measure_ceilings(FakeTask("gemm", 1.5), copies, FakeClock(), a_spec(sustained=True))
     assert found.gemm_tflops.median == pytest.approx(2 * 8192**3 / 1.5e-3 / 1e12)
     assert found.copy_tbs.median == found.copy_tbs_sustained.median == pytest.approx(2 * 2**30 / 0.5e-3 / 1e12)
-    assert bench.measure_ceilings(FakeTask("gemm", 1), FakeTask("copy", 1), FakeClock(), a_spec()).gemm_tflops_sustained is None
+    assert found.copies_tbs == {"memcpy": pytest.approx(2 * 2**30 / 0.8e-3 / 1e12), "add": found.copy_tbs.median}
+    assert bench.measure_ceilings(FakeTask("gemm", 1), copies, FakeClock(), a_spec()).gemm_tflops_sustained is None
 
 
 # results ------------------------------------------------------------------------------------------------------------------
@@ -402,7 +412,7 @@ def test_ceilings():
 def a_result(**changes) -> BenchResult:
     spec = a_spec(sustained=True)
     machine = Machine("NVIDIA H200", "9.0", 132, 1 << 37, "580.1", 700.0, None, "NVML")
-    about = (1, "2026-01-02T03:04:05+00:00", 1.5, machine, {"torch": "2.11"}, bench.METHOD)
+    about = (2, "2026-01-02T03:04:05+00:00", 1.5, machine, {"torch": "2.11"}, bench.METHOD)
     return replace(BenchResult(*about, 6, 7, LOADED, (a_case(spec, ceilings=LOADED),)), **changes)
 
 
@@ -687,7 +697,7 @@ def test_a_kernel_that_hangs_leaves_a_bundle(watched, kernel_folder, tmp_path):
 
 
 def run(*arguments):
-    return cli_bench.bench_command.main(list(arguments), prog_name="fagen bench", standalone_mode=False)
+    return cli_bench.command.main(list(arguments), prog_name="fagen bench", standalone_mode=False)
 
 
 @pytest.fixture
@@ -716,6 +726,12 @@ def lab(monkeypatch):
         (["fa3", "--set", "mask=full", "--causal"], "--causal: given beside --set mask"),
         (["fa3", "--output", "/nowhere/at/all.json"], "--output: there is no folder /nowhere/at"),
         (["fa3", "--output", "/"], "--output: / is a folder"),
+        (["fa3", "--plot", "/nowhere/at/all.svg"], "--plot: there is no folder /nowhere/at"),
+        (["fa3", "--plot", "ladder.jpeg"], r"--plot: ladder\.jpeg has none of the suffixes \.svg, \.png, \.pdf"),
+        (["fa3", "--json", "--markdown"], "--markdown: given beside --json"),
+        (["fa3", "--from-results", "x.json"], "--from-results measures nothing; leave the schedules out"),
+        ([], "SCHEDULE: name schedules to time"),
+        (["--from-results", "/nowhere.json"], r"--from-results: /nowhere\.json cannot be read"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_built(arguments, message, monkeypatch):
@@ -752,6 +768,7 @@ def test_the_paper_grid_takes_what_the_options_leave_open():
     narrowed = cli_bench.selected(["fa3"], ["head_dim=64", "dtype=fp16"], True, "paper")
     assert [(i.attention.label, cli_bench.label(i)) for i in narrowed] == [("hd64 fp16 causal", "fa3")]
     assert [i.attention.mask for i in cli_bench.selected(["fa3"], ["mask=causal"], None, "ladder")] == ["causal"]
+    assert [i.attention.mask for i in cli_bench.selected(["fa3"], [], None, "ladder")] == ["full", "causal"]
     assert [i.attention.mask for i in cli_bench.selected(["fa3"], [], None, None)] == [fagen.load("fa3").attention.mask]
 
 
@@ -761,7 +778,7 @@ def test_a_changed_schedule_shows_its_id():
 
 
 def test_shapes_and_grids_add_up():
-    assert cli_bench.problems_of(HD128, None, []) == bench.grid_problems("ladder", 128)
+    assert cli_bench.problems_of(HD128, None, []) == (bench.one_problem(128),)
     assert cli_bench.problems_of(HD128, None, ["2,8,2,100,200", "2,8,2,100,200"]) == (Problem(2, 100, 200, 8, 2),)
     assert len(cli_bench.problems_of(HD128, "paper", ["2,8,2,100,200"])) == 7
 
@@ -806,7 +823,7 @@ def test_the_report_prints_losing_absent_and_wrong_rows(lab, kernel_folder, caps
     assert run(*common_options) == 1, "one schedule is wrong"
     text, progress = capsys.readouterr()
     assert BenchResult.from_json(output.read_text()) == lab.result
-    assert "0.800 of cudnn (slower)" in text
+    assert "0.800 of cudnn (slower)" in text and "tensor 60" in text and "memcpy 2.70, add 4.00" in text
     assert "fa3 wheel on hd128 bf16 causal: absent: not installed" in text
     assert "wrong on hd128 bf16 causal: wrong: out[0] is 1 where the reference has 2" in text
     assert "halved for a causal mask" in text and "800 TFLOP/s, 4.00 TB/s" in text and "NVIDIA H200" in text

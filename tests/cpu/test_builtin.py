@@ -37,6 +37,8 @@ RELATIVES: list[dict[str, Any]] = [
     {"overlap": "pingpong", "parallelism": "query_tiles", "mask": "causal"},
     {"overlap": "both", "parallelism": "persistent_static", "stages": (1, 2), "mask": "causal"},
     {"overlap": "pingpong", "head_dim": 256},
+    {"overlap": "pingpong", "head_dim": 256, "stages": 1, "mask": "causal"},
+    {"reference": "stale", "tile_kv": 144, "mask": "causal"},
     consumers(1, overlap="within"),
     consumers(2, overlap="both", parallelism="persistent_static"),
     consumers(3, overlap="pingpong", parallelism="query_tiles"),

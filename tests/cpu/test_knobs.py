@@ -29,7 +29,6 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "p_operand": ("shared",),
     "softmax": ("three_pass", "two_pass"),
     "normalise": ("each_step",),
-    "reference": ("stale",),
     "scale_granularity": ("tensor", "head", "block"),
     "hadamard": (True,),
 }
@@ -59,8 +58,16 @@ def warps(n: int) -> Changes:
 
 
 WGMMA: Changes = {
-    "arch": "sm_90a", "mma": "wgmma", "movement": "tma", "warps": None, "consumers": 2, "tile_q": 128, "tile_kv": 64,
-    "stages": 1, "overlap": "none", "roles": "uniform",
+    "arch": "sm_90a",
+    "mma": "wgmma",
+    "movement": "tma",
+    "warps": None,
+    "consumers": 2,
+    "tile_q": 128,
+    "tile_kv": 64,
+    "stages": 1,
+    "overlap": "none",
+    "roles": "uniform",
 }
 """From an mma_sync schedule to a wgmma one: what is tied together."""
 
@@ -76,7 +83,7 @@ ACCEPTED: dict[str, list[tuple[object, Pair, Changes]]] = {
     "softcap": [(None, FA3, {})],
     "sink": [(False, FA3, {})],
     "arch": [("sm_80", FA2, {}), ("sm_90", FA2, {}), ("sm_90a", FA3, {})],
-    "tile_q": [*((q, FA2, {"warps": w, "tile_kv": 32}) for q in (16, 32, 48, 64, 128, 192, 256) for w in (1, 2, 4, 8) if q % (16 * w) == 0 and q // w <= 48), *((64 * n, FA3, consumers(n)) for n in (1, 2, 3, 4))],
+    "tile_q": [*((q, FA2, {"warps": w, "tile_kv": 32}) for q in (16, 32, 48, 64, 128, 192, 256) for w in (1, 2, 4, 8) if q % (16 * w) == 0 and q // w <= 32), *((64 * n, FA3, consumers(n)) for n in (1, 2, 3, 4))],
     "tile_kv": [*((kv, FA2, {"warps": 4, "tile_q": 64}) for kv in (16, 48, 80, 128)), *((kv, FA3_2, {"stages": 1}) for kv in range(16, 193, 16)), *((kv, FP8, {"stages": 1}) for kv in range(32, 161, 32))],
     "loop_order": [("q_outer", FA2, {})],
     "parallelism": [("batch_heads", FA2, {}), ("query_tiles", FA2, {}), *((p, FA3, {}) for p in ("query_tiles", "persistent_static", "persistent_dynamic"))],
@@ -84,7 +91,7 @@ ACCEPTED: dict[str, list[tuple[object, Pair, Changes]]] = {
     "roles": [("uniform", FA3, UNIFORM), ("producer", FA3, {})],
     "warps": [(None, FA3, {}), *((n, FA2, warps(n)) for n in (1, 2, 4, 8))],
     "consumers": [(None, FA2, {}), *((n, FA3, consumers(n)) for n in (1, 2, 3, 4))],
-    "registers": [(None, FA3, {}), (None, FA3, UNIFORM), ((24, 152), FA3, {}), ((40, 232), FA3_2, {}), ((24, 200), FA3_2, {})],
+    "registers": [(None, FA3, {}), (None, FA3, UNIFORM), ((24, 152), FA3, {"tile_kv": 96}), ((40, 232), FA3_2, {}), ((24, 200), FA3_2, {})],
     "movement": [("cp_async", FA2, {}), ("tma", FA3, {})],
     "mma": [("mma_sync", FA2, {}), ("wgmma", FA2, WGMMA)],
     "p_operand": [("registers", FA2, {}), ("registers", FA3, {})],
@@ -92,7 +99,7 @@ ACCEPTED: dict[str, list[tuple[object, Pair, Changes]]] = {
     "overlap": [*((o, FA3, {}) for o in ("none", "within", "pingpong", "both")), *((o, FA3, {**UNIFORM, "overlap": o}) for o in ("none", "within")), ("none", FA2, {})],
     "softmax": [("fused", FA3, {})],
     "normalise": [("once", FA3, {})],
-    "reference": [("running", FA3, {})],
+    "reference": [("running", FA3, {}), ("running", FA2, {}), *(("stale", base, {"overlap": o, "tile_kv": 64}) for base in (FA3, FP8) for o in ("within", "both"))],
     "scale_granularity": [(None, FA3, {})],
     "hadamard": [(False, FA3, {})],
     "v_transposed": [(False, FA3, {}), (False, FP8, {}), (True, FP8, {}), (True, FP8, {**UNIFORM, "overlap": "within"})],
@@ -123,6 +130,7 @@ EFFECT: dict[str, list[tuple[Pair, Changes, Changes]]] = {
     "stages": [(base, {"tile_kv": 64, "stages": a}, {"tile_kv": 64, "stages": b}) for base in (FA2, FA3) for a, b in ((1, 2), (2, 3), (3, 4), (2, (2, 1)), ((1, 2), (2, 1)))],
     "overlap": [(FA3, {"overlap": a}, {"overlap": b}) for a, b in (("none", "within"), ("within", "pingpong"), ("pingpong", "both"), ("none", "pingpong"), ("within", "both"))]
     + [(FA3, UNIFORM, {**UNIFORM, "overlap": "within"})],
+    "reference": [(base, {"tile_kv": 64}, {"tile_kv": 64, "reference": "stale"}) for base in (FA3, FP8)],
     "v_transposed": [(FP8, {"v_transposed": False}, {"v_transposed": True})],
 }  # fmt: skip
 
@@ -130,7 +138,7 @@ ONE_VALUE = {
     "head_dim_v": "None or head_dim itself",
     **dict.fromkeys(NOT_YET_SET, "None until it is honoured"),
     **dict.fromkeys(
-        ("sink", "loop_order", "partition", "p_operand", "softmax", "normalise", "reference", "scale_granularity", "hadamard"),
+        ("sink", "loop_order", "partition", "p_operand", "softmax", "normalise", "scale_granularity", "hadamard"),
         "the others are not yet honoured",
     ),
 }  # fmt: skip

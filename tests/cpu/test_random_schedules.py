@@ -11,6 +11,7 @@ from fagen import Attention, Schedule, ScheduleError, sass
 from fagen.compile import build
 from fagen.emit import emit
 from fagen.oracle import check, make_inputs, simulate
+from fagen.oracle.inputs import transpose_v
 from fagen.plan import Problem, assemble, plan
 from fagen.target import TARGETS
 
@@ -43,7 +44,8 @@ def test_a_random_legal_schedule_computes_attention(chunk: int) -> None:
         problem = problem_for(attention, schedule, rng)
         q, k, v = make_inputs(attention, problem, seed=number, inputs=rng.choice(("normal", "normal", "growing")))
         p = plan(attention, schedule)  # proven
-        out, lse = simulate(attention, schedule, q, k, v, seed=number, plan=p, num_sms=rng.randint(1, 3))
+        given = transpose_v(v) if schedule.v_transposed else v
+        out, lse = simulate(attention, schedule, q, k, given, seed=number, plan=p, num_sms=rng.randint(1, 3))
         verdict = check(attention, q, k, v, out, lse)
         assert verdict.passed, f"{attention}\n{schedule}\n{problem}: {verdict.reason}"
 

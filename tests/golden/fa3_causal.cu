@@ -301,7 +301,7 @@ __device__ __forceinline__ void exponentials(float (&s)[N], float scale, const f
 #pragma unroll
   for (int i = 0; i < N; i += 4) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) s[i + e] = ex2(s[i + e] * scale - reference[e / 2]);
+    for (int e = 0; e < 4; ++e) s[i + e] = ex2(fmaf(s[i + e], scale, -reference[e / 2]));
     sum[0] += s[i] + s[i + 1], sum[1] += s[i + 2] + s[i + 3];
   }
 }

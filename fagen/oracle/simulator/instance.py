@@ -395,7 +395,7 @@ class Instance:
         l = self.registers[step.l]
         self._put(l, l.value + self.registers[step.part].value)
 
-    def move(self, step: st.Move) -> None:
+    def move(self, step: st.Move | st.CopyRow) -> None:
         self._put(self.registers[step.dst], self.registers[step.src].value)
 
     def pack(self, step: st.Pack) -> None:
@@ -429,7 +429,7 @@ _PRIVATE = frozenset(
         *ladder.PRIVATE,
         *(st.Let, st.Var, st.Set, st.Advance, st.CpCommit, st.StoreOut, st.StoreRow, st.Fill, st.Limits, st.Mask),
         *(st.OnlineSoftmax, st.Pack, st.Rescale, st.Finalise, st.LoadScale),
-        *(st.StaleSoftmax, st.AddSums, st.Move),
+        *(st.StaleSoftmax, st.AddSums, st.CopyRow, st.Hold, st.Move),
     )
 )
 """Steps that no other role can notice, so nobody needs to come in before them."""
@@ -466,6 +466,8 @@ _ACTIONS: dict[type[st.Step], Callable[[Instance, Any], Blocked | None]] = {
     st.OnlineSoftmax: Instance.online_softmax,
     st.StaleSoftmax: Instance.stale_softmax,
     st.AddSums: Instance.add_sums,
+    st.CopyRow: Instance.move,
+    st.Hold: lambda instance, step: None,
     st.Move: Instance.move,
     st.Pack: Instance.pack,
     st.Rescale: Instance.rescale,

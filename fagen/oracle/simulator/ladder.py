@@ -79,8 +79,8 @@ def _reference(m: Array) -> Array:
 # rows ---------------------------------------------------------------------------------------------------------------------
 
 
-def _copy_row(x: Instance, step: st.CopyRow | st.SumRow) -> None:
-    """SumRow as well: each thread's own part is not modelled."""
+def _sum_row(x: Instance, step: st.SumRow) -> None:
+    """A row's value is in one place: each thread's own part is not modelled."""
     x.registers[step.dst].write(x.registers[step.src].value.copy())
 
 
@@ -160,7 +160,7 @@ def _copy(x: Instance, step: st.Copy) -> None:
     slot.write(values, x.share(slot), generic=x.name)
 
 
-PRIVATE = (st.StoreScores, st.RowPass, st.SumRow, st.CopyRow, st.MulRow, st.Reciprocal, st.LogSumExp)
+PRIVATE = (st.StoreScores, st.RowPass, st.SumRow, st.MulRow, st.Reciprocal, st.LogSumExp)
 ACTIONS: dict[type[st.Step], Callable[[Instance, Any], None]] = {
     st.Copy: _copy,
     st.StoreScores: _store_scores,
@@ -168,8 +168,7 @@ ACTIONS: dict[type[st.Step], Callable[[Instance, Any], None]] = {
     st.LoadAcc: _load_acc,
     st.LoadRow: _load_row,
     st.RowPass: _row_pass,
-    st.SumRow: _copy_row,
-    st.CopyRow: _copy_row,
+    st.SumRow: _sum_row,
     st.MulRow: _mul_row,
     st.Reciprocal: _reciprocal,
     st.LogSumExp: _log_sum_exp,

@@ -234,7 +234,7 @@ RULES: tuple[tuple[tuple[str, ...], str, Callable[[Change, Facts], bool]], ...] 
     (("drop", "swap"), "the ring has one slot and nothing there looks at the phase", _one_slot),
     (("start_phase",), "nothing waits by the cursor: its phase has no meaning", lambda c, facts: facts.phase_unused(c.was)),
     (("drop", "swap", "bar"), "the wait gives no order of its own: the phase has always completed before it", _idle_wait),
-    (("drop", "swap"), "the kernel is proven without this barrier: the others imply the order it gives", _idle_barrier),
+    (("drop", "swap", "bar"), "the kernel is proven without this barrier: the others imply the order it gives", _idle_barrier),
     (
         ("swap",),
         "what is read before this arrival is released at another barrier too, which the next fill waits for",

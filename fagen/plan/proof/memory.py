@@ -131,7 +131,8 @@ def read(run: Run, line: Line, step: S.Step, slot: S.Slot, start: int, end: int,
 def _contract(run: Run, line: Line, step: S.Step, slot: S.Slot, fill: Fill, start: int, key: SlotKey) -> None:
     if slot.holds is None or fill.head is None or fill.batch is None:
         return
-    want = (run.evaluate(slot.holds, line.env), run.evaluate(fill.head, line.env), run.evaluate(fill.batch, line.env))
+    whose = (slot.head if slot.head is not None else fill.head, slot.batch if slot.batch is not None else fill.batch)
+    want = tuple(run.evaluate(e, line.env) for e in (slot.holds, *whose))
     if want != (fill.seq, *fill.identity):
         text = "(row {}, head {}, batch {})"
         found = text.format(fill.seq, *fill.identity)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..expr import sym
-from ..steps import Body, Fill, Finalise, Let, Limits, LoadScale, StoreOut, StoreRow
-from ..tiles import SQ, B, H, M, Tiles, W
+from ..steps import Body, Fill, Finalise, Let, Limits, LoadScale, Set, StoreOut, StoreRow, Var
+from ..tiles import SQ, B, M, Tiles, W
 
 ROW0 = sym("row0")
 """First query row of the role instance."""
@@ -20,33 +20,43 @@ def p_offset(tiles: Tiles) -> int:
     return 6 if tiles.schedule.reference == "stale" else 8
 
 
-def setup(tiles: Tiles, rows: int) -> Body:
+def setup(tiles: Tiles, rows: int, step: type[Let] | type[Var] | type[Set] = Let) -> Body:
     """Decode the tile, limits of the mask, O = 0, m = −∞, l = 0. An instance owns `rows` query rows."""
-    scales: Body = ()
-    if tiles.attention.dtype == "e4m3":
-        factors = ("q_descale", "k_descale")
-        scales = (LoadScale(var="score_scale", constant=tiles.attention.scale_log2, factors=factors, head=HEAD_KV, batch=B),)
     return (
-        *tiles.decode(),
-        *scales,
-        Let(var="row0", value=M * tiles.schedule.tile_q + W * rows, why="first query row of this instance"),
-        Limits(dst="last_key", first_row=ROW0, limit=tiles.key_limit()),
+        *locate(tiles, rows, step),
         Fill(dst="O", value=0.0),
         Fill(dst="m_ref", value=float("-inf")),
         Fill(dst="l_sum", value=0.0),
     )
 
 
-def epilogue(tiles: Tiles) -> Body:
-    """Normalise and write out and lse. A row that saw no key has l = 0: out 0, lse −∞."""
+def locate(tiles: Tiles, rows: int, step: type[Let] | type[Var] | type[Set] = Let) -> Body:
+    """Where the tile is, and what its rows see."""
+    scales: Body = ()
+    if tiles.attention.dtype == "e4m3":
+        factors = ("q_descale", "k_descale")
+        scales = (LoadScale(var="score_scale", constant=tiles.attention.scale_log2, factors=factors, head=HEAD_KV, batch=B),)
+    return (
+        *tiles.decode(step),
+        *scales,
+        step(var="row0", value=M * tiles.schedule.tile_q + W * rows, why="first query row of this instance"),
+        Limits(dst="last_key", first_row=ROW0, limit=tiles.key_limit()),
+    )
+
+
+def epilogue(tiles: Tiles, old: bool = False) -> Body:
+    """Normalise and write out and lse. A row that saw no key has l = 0: out 0, lse −∞. `old`: of the tile before the one that the
+    variables m, h, b speak of."""
+    row0, h, b, h_kv = (sym(f"old_{n}") if old else sym(n) for n in ("row0", "h", "b", "h_kv"))
+    m_ref, l_sum = ("m_old", "l_old") if old else ("m_ref", "l_sum")
     scale: str | None = None
     load: Body = ()
     if tiles.attention.dtype == "e4m3":
         scale = "out_scale"
-        load = (LoadScale(var=scale, constant=1.0, factors=("v_descale",), head=HEAD_KV, batch=B),)
+        load = (LoadScale(var=scale, constant=1.0, factors=("v_descale",), head=h_kv, batch=b),)
     return (
         *load,
-        Finalise(o="O", m="m_ref", l="l_sum", lse="lse", scale=scale, offset=p_offset(tiles)),
-        StoreOut(src="O", dst="out", first_row=ROW0, limit=SQ, head=H, batch=B),
-        StoreRow(src="lse", dst="lse", first_row=ROW0, limit=SQ, head=H, batch=B),
+        Finalise(o="O", m=m_ref, l=l_sum, lse="lse", scale=scale, offset=p_offset(tiles)),
+        StoreOut(src="O", dst="out", first_row=row0, limit=SQ, head=h, batch=b),
+        StoreRow(src="lse", dst="lse", first_row=row0, limit=SQ, head=h, batch=b),
     )

@@ -11,7 +11,7 @@ The consumer's tile is prologue, steady loop(s), tail. What `overlap` changes is
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..expr import Expr, as_expr, eq, minimum, sym
 from ..registers import transposes
@@ -20,9 +20,12 @@ from ..steps import (
     Advance,
     Arrive,
     Body,
+    CopyRow,
     Cursor,
     Elected,
+    Fill,
     Frag,
+    Hold,
     If,
     Let,
     Loop,
@@ -36,18 +39,22 @@ from ..steps import (
     ProxyFence,
     Rescale,
     Role,
+    Set,
     Slot,
     StaleSoftmax,
     Sync,
     TmaLoad,
     TransposeV,
+    Var,
     Vote,
     Wait,
 )
 from ..tiles import B, H, J, M, N, Tiles, W
-from .common import HEAD_KV, ROW0, epilogue, p_offset, setup
+from .common import HEAD_KV, ROW0, epilogue, locate, p_offset, setup
 
 LAST = as_expr(0)
+OLD = ("row0", "h", "b", "h_kv")
+"""What the epilogue of a tile needs when the variables already speak of the next one."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +70,10 @@ class Wgmma:
         return Slot("Q", "q", holds=M * self.tiles.schedule.tile_q, row=W * 64)
 
     def _k(self, j: Expr) -> Slot:
-        return Slot("K", "k", holds=j * self.tiles.schedule.tile_kv)
+        return Slot("K", "k", holds=self.tiles.key_row(j))
 
     def _v(self, j: Expr) -> Slot:
-        return Slot("V", "v", holds=j * self.tiles.schedule.tile_kv)
+        return Slot("V", "v", holds=self.tiles.key_row(j))
 
     def _qk(self, j: Expr, why: str = "") -> Mma:
         return Mma(name="qk", d="S", a=self._q(), b=self._k(j), accumulate=False, trans_b=False, unit="wgmma", why=why)
@@ -88,7 +95,7 @@ class Wgmma:
 
     def _load(self, tensor: str, j: Expr) -> Body:
         """A block of K, or of V: to where the products read it, or (to be transposed) to the ring V_raw."""
-        cursor, row = f"load_{tensor}", j * self.tiles.schedule.tile_kv
+        cursor, row = f"load_{tensor}", self.tiles.key_row(j)
         ring, smem = ("raw", "V_raw") if tensor == "v" and self.transposes else (tensor, tensor.upper())
         load = TmaLoad(
             name=cursor,
@@ -131,7 +138,7 @@ class Wgmma:
         block = (
             Wait(bar="raw_full", cursor="raw"),
             Wait(bar="v_empty", cursor="turn_v"),
-            TransposeV(dst=Slot("V", "turn_v"), src=Slot("V_raw", "raw", holds=J * s.tile_kv)),
+            TransposeV(dst=Slot("V", "turn_v"), src=Slot("V_raw", "raw", holds=self.tiles.key_row(J))),
             ProxyFence(why="the products read Vᵀ through the asynchronous proxy"),
             Arrive(bar="v_full", cursor="turn_v"),
             Arrive(bar="raw_empty", cursor="raw"),
@@ -146,7 +153,7 @@ class Wgmma:
 
     def _load_cursors(self) -> tuple[Cursor, ...]:
         s = self.tiles.schedule
-        return Cursor("load_q", 1, 1), Cursor("load_k", s.stages_k, 1), Cursor("load_v", s.stages_v, 1)
+        return Cursor("load_q", s.stages_q, 1), Cursor("load_k", s.stages_k, 1), Cursor("load_v", s.stages_v, 1)
 
     # compute --------------------------------------------------------------------------------------------------------------
 
@@ -154,7 +161,7 @@ class Wgmma:
         s = self.tiles.schedule
         assert self.registers is not None and s.consumers is not None
         cursors = (*self._read_cursors(), *self.tiles.ring_cursors("get_t"))
-        body = self.tiles.consumer_loop(self._tile())
+        body = self._joined_tiles() if s.fuse_tiles else self.tiles.consumer_loop(self._tile())
         if s.overlap in ("pingpong", "both"):
             last = eq(W, s.consumers - 1)
             body = (
@@ -174,7 +181,7 @@ class Wgmma:
 
     def _read_cursors(self) -> tuple[Cursor, ...]:
         s = self.tiles.schedule
-        return Cursor("q", 1, 0), Cursor("k", s.stages_k, 0), Cursor("v", s.stages_v, 0)
+        return Cursor("q", s.stages_q, 0), Cursor("k", s.stages_k, 0), Cursor("v", s.stages_v, 0)
 
     def _frags(self) -> tuple[Frag, ...]:
         a, s = self.tiles.attention, self.tiles.schedule
@@ -183,6 +190,7 @@ class Wgmma:
             Frag("O", 64, a.dv, "fp32", "acc64"),
             Frag("P", 64, s.tile_kv, a.dtype, self._p_layout()),
             *self._early_frags(),
+            *(Frag(name, 64, 1, "fp32", "row64") for name in ("m_old", "l_old") if s.fuse_tiles),
             *(Frag(name, 64, 1, "fp32", "row64") for name in ("m_ref", "l_sum", "alpha", "lse")),
             Frag("last_key", 64, 1, "i32", "row64"),
         )
@@ -262,6 +270,61 @@ class Wgmma:
             *epilogue(t),
         )
 
+    def _joined_tiles(self) -> Body:
+        """All tiles of a warpgroup, each joined to the next: its last P·V is issued behind the next one's first Q·Kᵀ, so that the next
+        one's first softmax and this one's epilogue run under products."""
+        t = self.tiles
+        blocks = (*self._segments(N - 2, {m: self._block_stale(m) for m in (True, False)}, always_masked=t.attention.causal),)
+        first = (
+            *setup(t, 64, Var),
+            *(Var(var=f"old_{n}", value=sym(n)) for n in OLD),
+            Wait(bar="q_full", cursor="q"),
+            *self._first_block(),
+        )
+        more = (*(Set(var=f"old_{n}", value=sym(n)) for n in OLD), *locate(t, 64, Set))
+        done = MmaWait(pending=0, ready=("O", "P"))
+        join = (
+            CopyRow(dst="m_old", src="m_ref"),
+            CopyRow(dst="l_old", src="l_sum"),
+            Wait(bar="q_full", cursor="q"),
+            Wait(bar="k_full", cursor="k"),
+            *self._in_turn(self._qk(N - 1), Wait(bar="v_full", cursor="v"), self._pv_of_old()),
+            MmaWait(pending=1, ready=("S",), why="the next tile's first scores are there, this tile's last P·V still runs"),
+            *self._release("k", N - 1),
+            *self._softmax(N - 1, masked=True, first=True),
+            Pack(p="E", s="S"),
+            Hold(row="l_sum"),
+            done,
+            *self._release("v", LAST),
+            *epilogue(t, old=True),
+            Move(dst="P", src="E"),
+            Fill(dst="O", value=0.0),
+        )
+        last = (
+            Wait(bar="v_full", cursor="v"),
+            self._pv(LAST),
+            done,
+            *self._release("v", LAST),
+            *epilogue(t),
+        )
+        return t.joined_loop(first, more, (*blocks, *self._release_q()), join, last)
+
+    def _pv_of_old(self) -> Mma:
+        """The last product of the tile before: its contract speaks of that tile's head and batch."""
+        v = replace(self._v(LAST), head=sym("old_h") // sym("group"), batch=sym("old_b"))
+        return replace(self._pv(LAST), b=v)
+
+    def _first_block(self) -> Body:
+        """Q·Kᵀ of the tile's last block and its exact softmax: nothing to run it under yet."""
+        return (
+            Wait(bar="k_full", cursor="k"),
+            *self._in_turn(self._qk(N - 1)),
+            MmaWait(pending=0, ready=("S",)),
+            *self._release("k", N - 1),
+            *self._softmax(N - 1, masked=True, first=True),
+            Pack(p="P", s="S"),
+        )
+
     def _release_q(self) -> Body:
         return Arrive(bar="q_empty", cursor="q", why="the last product that reads Q is done"), Advance(cursor="q")
 
@@ -298,14 +361,7 @@ class Wgmma:
         )
 
     def _blocks_rotated(self) -> Body:
-        prologue = (
-            Wait(bar="k_full", cursor="k"),
-            *self._in_turn(self._qk(N - 1)),
-            MmaWait(pending=0, ready=("S",)),
-            *self._release("k", N - 1),
-            *self._softmax(N - 1, masked=True, first=True),
-            Pack(p="P", s="S"),
-        )
+        prologue = self._first_block()
         s = self.tiles.schedule
         overlapped = self._block_stale if s.reference == "stale" else self._block_overlapped
         build = self._block_waited if s.overlap == "pingpong" else overlapped

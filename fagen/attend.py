@@ -1,0 +1,155 @@
+"""`fagen.attention`: the call that picks its own schedule.
+
+Two look-ups before the kernel's own: the call's shapes and types lead to a kernel, once found; else the arguments are described and
+checked in full, `tuned.choose` picks the schedule, and the kernel of that (attention, schedule) is compiled through the disk cache or
+taken from memory. Kernels stay in memory until the process ends.
+"""
+
+from __future__ import annotations
+
+import numbers
+import sys
+import threading
+from collections.abc import Hashable
+from typing import Any
+
+from . import api, driver, tuned
+from .attention import Attention
+from .errors import InputError
+from .interop import Array, check, framework_of, stream_handle
+from .launch import Kernel
+from .plan.rules import HEAD_DIMS, SCALES
+from .schedule import Schedule
+
+MAX_CALLS = 4096
+"""Kinds of call (shapes, types, device, options) that lead straight to their kernel; then the oldest go."""
+
+_calls: dict[Hashable, Kernel] = {}
+_kernels: dict[tuple[Attention, Schedule], Kernel] = {}
+_setup = threading.Lock()
+
+
+def attention(
+    q: Any,
+    k: Any,
+    v: Any,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+    out: Any = None,
+    lse: Any = None,
+    stream: Any = None,
+    q_descale: Any = None,
+    k_descale: Any = None,
+    v_descale: Any = None,
+) -> Any:
+    """softmax(scale · Q Kᵀ + mask) V with the schedule that `fagen.tuned.choose` picks for these sizes on the tensors' device.
+
+    q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, kv_heads, head_dim), of torch, CuPy, JAX, another exporter of
+    DLPack, or NumPy, with strides as `Kernel` takes them; bf16, fp16 or e4m3; head_dim 64, 128 or 256; heads a multiple of kv_heads.
+    `causal`: row i sees key j if j ≤ i + seqlen_k − seqlen_q. `scale`: None is head_dim ** −0.5; it is a constant of a 16-bit kernel,
+    so every other value compiles one of its own. `out`, `lse`, `stream` and the descales (e4m3 only) as for `Kernel`.
+
+    Returns out (batch, seqlen_q, heads, head_dim), of q's dtype (e4m3: bf16, or the type of a given `out`); with `return_lse` the pair
+    (out, lse), lse (batch, heads, seqlen_q) in float32, the natural logarithm. No gradients are recorded.
+
+    The first call that needs a kernel compiles it (seconds; from the disk cache milliseconds) and loads it on the device. So to capture
+    calls in a CUDA graph, call once before with the same shapes, types and options. Later calls take what `Kernel` takes and about a
+    microsecond more.
+
+    Raises InputError naming the argument, LaunchError where there is no GPU or none that a schedule is for, CompileError where there is
+    no compiler and no cached kernel.
+    """
+    torch = sys.modules.get("torch")
+    kernel = key = None
+    try:
+        device = q.get_device() if torch is not None and isinstance(q, torch.Tensor) else _device(q)
+        key = (q.shape, k.shape, q.dtype, device, causal, scale, None if out is None else out.dtype)
+        kernel = _calls.get(key)
+    except (AttributeError, TypeError):  # an exporter of DLPack and no more, or what is no tensor: described below
+        key = None
+    if kernel is None:
+        kernel = _kernel(q, k, v, causal, scale, out, lse, stream, key)
+    result = kernel(q, k, v, out, lse, stream, q_descale, k_descale, v_descale)
+    return result if return_lse else result[0]
+
+
+def _device(q: Any) -> int:
+    framework = framework_of("q", q)
+    return driver.current_device() if framework is None else framework.device("q", q)
+
+
+def _kernel(q: Any, k: Any, v: Any, causal: bool, scale: Any, out: Any, lse: Any, stream: Any, key: Hashable | None) -> Kernel:
+    """The kernel for a call, which is then remembered under `key`. Everything is checked before anything is compiled."""
+    given = {n: t for n, t in (("q", q), ("k", k), ("v", v), ("out", out), ("lse", lse)) if n in "qkv" or t is not None}
+    arrays = _described(given, stream)
+    wanted = _attention(arrays, causal, scale)
+    problem, _ = check(wanted, arrays["q"], arrays["k"], arrays["v"], arrays.get("out"), arrays.get("lse"))
+    schedule = tuned.choose(wanted, problem, driver.device_info(arrays["q"].device)).schedule
+    with _setup:
+        kernel = _kernels.get((wanted, schedule))
+        if kernel is None:
+            kernel = _kernels[wanted, schedule] = api.compile(wanted, schedule)
+        if key is not None:
+            while len(_calls) >= MAX_CALLS:
+                _calls.pop(next(iter(_calls)))
+            _calls[key] = kernel
+    return kernel
+
+
+def _described(given: dict[str, Any], stream: Any) -> dict[str, Array]:
+    """The arguments as arrays, of one library and on one device."""
+    frameworks = {n: framework_of(n, t) for n, t in given.items()}
+    framework = frameworks["q"]
+    for name, other in frameworks.items():
+        mine, its = (f.name if f else "NumPy" for f in (framework, other))
+        if mine != its:
+            raise InputError(name, f"is a {its} array, q a {mine} one; all must belong to one library")
+    if framework is None:
+        from .interop import host
+
+        return {n: host.describe(n, t, driver.current_device()) for n, t in given.items()}
+    devices = {n: framework.device(n, t) for n, t in given.items()}
+    device = devices["q"]
+    for name, its_device in devices.items():
+        if its_device != device:
+            raise InputError(name, f"is on cuda:{its_device}, q on cuda:{device}")
+    with driver.use_device(device):
+        handle = framework.stream(device) if stream is None else stream_handle(stream)
+        return {n: framework.describe(n, t, handle)[0] for n, t in given.items()}
+
+
+def _attention(arrays: dict[str, Array], causal: bool, scale: Any) -> Attention:
+    """What is computed, as far as q and the options tell; InputError naming what no kernel takes."""
+    if not isinstance(causal, bool):
+        raise InputError("causal", f"is a {type(causal).__name__}; expected True or False")
+    q = arrays["q"]
+    if len(q.shape) != 4:
+        raise InputError("q", f"has {len(q.shape)} dimensions {q.shape}; expected 4: (batch, seqlen_q, heads, head_dim)")
+    if q.dtype not in tuned.BUILTIN:
+        raise InputError("q", f"is {q.dtype}; there are kernels for {', '.join(tuned.BUILTIN)}")
+    head_dim = q.shape[3]
+    if head_dim not in HEAD_DIMS:
+        raise InputError("q", f"has head_dim {head_dim}; there are kernels for {', '.join(map(str, HEAD_DIMS))}")
+    out = arrays.get("out")
+    other = out.dtype if q.dtype == "e4m3" and out is not None and out.dtype in tuned.HALF_TYPES else None
+    return Attention(
+        head_dim=head_dim,
+        dtype=q.dtype,
+        out_dtype=None if other == "bf16" else other,
+        mask="causal" if causal else "full",
+        scale=_scale(scale, head_dim),
+    )
+
+
+def _scale(scale: Any, head_dim: int) -> float | None:
+    """None for the usual one, however it is given: one kernel serves both."""
+    if scale is None:
+        return None
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):  # a tensor's value may change from call to call
+        raise InputError("scale", f"is a {type(scale).__name__}; expected a number")
+    number = float(scale)
+    if not SCALES[0] <= number <= SCALES[1]:
+        raise InputError("scale", f"is {number}; expected a number from {SCALES[0]:g} to {SCALES[1]:g}")
+    return None if number == head_dim**-0.5 else number

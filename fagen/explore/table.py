@@ -1,0 +1,66 @@
+"""Results as Markdown tables, for pages: TFLOP/s of every function by shape, what loses to a peer marked, what binds in words."""
+
+from __future__ import annotations
+
+from .bench_result import BenchResult, Row
+from .series import Panel, Series, panels, shape_name
+
+
+def markdown_table(result: BenchResult) -> str:
+    """A table for each head_dim and mask; cells are TFLOP/s (median of the burst), of schedules also their speed relative to the best peer
+    of that case, bold where they are slower. Below stands what the model says of each schedule on the last shape it was timed
+    on, and why something was not timed."""
+    found = panels(result)
+    parts = [_head(result)]
+    for panel in found:
+        parts += [f"**head_dim {panel.head_dim}, {panel.mask}**", "\n".join(_table(panel))]
+    sentences = [line for panel in found for line in _sentences(panel)]
+    reasons = dict.fromkeys(
+        f"- {row.function} on {case.attention.label} was not timed ({row.outcome}): {row.reason}"
+        for case in result.cases
+        for row in case.rows
+        if row.outcome != "timed"
+    )
+    parts += ["\n".join(x) for x in (sentences, list(reasons)) if x]
+    return "\n\n".join(parts)
+
+
+def _head(result: BenchResult) -> str:
+    c = result.ceilings
+    limits = f"matrix product {c.gemm_tflops.median:.0f} TFLOP/s, copy {c.copy_tbs.median:.2f} TB/s"
+    return f"TFLOP/s on one {result.machine.gpu}, {result.started[:10]}; columns: sequences × length. In brackets the speed relative to the best peer of the column, **bold** where it is slower. In the same run: {limits}."
+
+
+def _table(panel: Panel) -> list[str]:
+    shapes = [shape_name(p) for p in panel.problems]
+    lines = [f"| | {' | '.join(shapes)} |", f"|---|{'---:|' * len(shapes)}"]
+    for series in panel.series:
+        name = f"`{series.name}`" if series.kind == "schedule" else series.name
+        lines.append(f"| {name} | {' | '.join(_cell(row) for row in series.rows)} |")
+    return lines
+
+
+def _cell(row: Row | None) -> str:
+    if row is None:
+        return ""
+    if row.burst is None:
+        return row.outcome
+    ratio = row.burst.ratio
+    text = f"{row.burst.tflops.median:.0f}"
+    if ratio is None:
+        return text
+    told = f"{ratio.median:.2f}" if ratio.median >= 1 or ratio.median < 0.995 else f"{ratio.median:.4f}"
+    return f"{text} (**{told}**)" if ratio.median < 1 else f"{text} ({told})"
+
+
+def _sentences(panel: Panel) -> list[str]:
+    return [line for series in panel.series if (line := _sentence(panel, series))]
+
+
+def _sentence(panel: Panel, series: Series) -> str:
+    for problem, row in reversed(list(zip(panel.problems, series.rows))):
+        if row is not None and row.burst is not None and row.prediction is not None:
+            share = 100 * row.prediction.bound_us / (1000 * row.burst.ms.median)
+            place = f"head_dim {panel.head_dim}, {panel.mask}, {shape_name(problem)}"
+            return f"- `{series.name}` ({place}): {row.prediction.sentence} It reaches {share:.0f} % of that."
+    return ""

@@ -1,0 +1,79 @@
+"""`fagen.attention` on a GPU: right by the policy of `fagen check`, capturable, and cheap to call."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+
+import fagen
+from fagen import Attention, oracle, tuned
+from fagen.oracle import CheckProblem, make_case
+from fagen.plan.kernel import Problem
+
+pytestmark = pytest.mark.gpu
+
+CASES = [
+    (head_dim, dtype, mask, sq, sk)
+    for head_dim in (64, 128, 256)
+    for dtype in ("bf16", "fp16")
+    for mask in ("full", "causal")
+    for sq, sk in ((203, 511), (333, 4100))
+] + [(128, "e4m3", mask, 203, 511) for mask in ("full", "causal")]
+
+
+@pytest.mark.parametrize(("head_dim", "dtype", "mask", "sq", "sk"), CASES)
+def test_numpy_against_float64(device, head_dim, dtype, mask, sq, sk):
+    attention = Attention(head_dim=head_dim, dtype=dtype, mask=mask)
+    c = make_case(attention, CheckProblem(2, sq, sk, 4, 2), seed=sq + sk)
+    out, lse = fagen.attention(c.q, c.k, c.v, causal=mask == "causal", return_lse=True)
+    verdict = oracle.check(attention, c.q, c.k, c.v, out, lse)
+    assert verdict.passed, verdict.reason
+
+
+def tensors(torch, batch=2, sq=300, sk=700, hq=4, hkv=2, d=128):
+    generator = torch.Generator(device="cuda").manual_seed(sq)
+    sizes = ((sq, hq), (sk, hkv), (sk, hkv))
+    return [torch.randn(batch, n, h, d, device="cuda", generator=generator).bfloat16() for n, h in sizes]
+
+
+def test_torch_gives_the_bits_of_the_chosen_kernel(torch, device):
+    q, k, v = tensors(torch)
+    attention = Attention(head_dim=128, mask="causal")
+    choice = tuned.choose(attention, Problem(2, 300, 700, 4, 2), device)
+    want, want_lse = fagen.compile(attention, choice.schedule)(q, k, v)
+    out, lse = fagen.attention(q, k, v, causal=True, return_lse=True)
+    assert torch.equal(out, want) and torch.equal(lse, want_lse)
+
+
+def test_a_graph_captures_it_after_one_call(torch):
+    q, k, v = tensors(torch)
+    want = fagen.attention(q, k, v)
+    out = torch.empty_like(want)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        fagen.attention(q, k, v, out=out)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        fagen.attention(q, k, v, out=out)
+    out.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, want)
+
+
+def test_host_cost_of_a_call(torch):
+    """Calls per second on a tiny problem: under 10 µs each, outputs allocated."""
+    q, k, v = tensors(torch, 1, 64, 64, 1, 1, 64)
+    fagen.attention(q, k, v)
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(100):
+            fagen.attention(q, k, v)
+        times.append((time.perf_counter() - start) / 100)
+        torch.cuda.synchronize()
+    assert np.median(times) < 10e-6, f"{np.median(times) * 1e6:.1f} µs"
