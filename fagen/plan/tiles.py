@@ -124,7 +124,7 @@ class Tiles:
         return (
             *head,
             *self.decode_pair(),
-            Let(var="n", value=ceildiv(self.key_end(), s.tile_kv), why="key blocks this tile sees"),
+            Let(var="n", value=self._blocks(), why="key blocks this tile sees"),
         )
 
     def decode_pair(self) -> tuple[Let, ...]:
