@@ -166,15 +166,15 @@ def test_every_mutant_is_flagged_or_explained(name: str) -> None:
 
 # Mistakes that must be flagged, whatever the reasons for equivalents come to say: variant, mutant, kind of failure.
 CLASSIC = [
-    ("fa1", "without warps.keys.blocks.steady.merge", "race"),
-    ("fa1", "without warps.keys.blocks.steady.cta_sync", "race"),
-    ("fa1", "without warps.keys.blocks.steady.store_stats", "parts"),
-    ("fa1", "without warps.keys.blocks.steady.store_frag.2", "parts"),
-    ("fa1", "without warps.keys.blocks.steady.load_q", "stale"),
+    ("fa1", "without warps.keys.blocks.tiles.merge", "race"),
+    ("fa1", "without warps.keys.blocks.tiles.cta_sync", "race"),
+    ("fa1", "without warps.keys.blocks.tiles.store_stats", "parts"),
+    ("fa1", "without warps.keys.blocks.tiles.store_frag.2", "parts"),
+    ("fa1", "without warps.keys.blocks.tiles.load_q", "stale"),
     ("fa1", "without warps.keys.blocks.load_k", "race"),
-    ("fa1", "without warps.keys.blocks.steady.last.else.store_acc_O_acc", "stale"),
+    ("fa1", "without warps.keys.blocks.tiles.last.else.store_acc_O_acc", "stale"),
     ("fa1 cp_async", "without warps.keys.blocks.cta_sync", "race"),  # one tile a CTA: m and l of the block before
-    ("kv_outer split_q", "without warps.keys.blocks.steady.cta_sync.2", "stale"),
+    ("kv_outer split_q", "without warps.keys.blocks.tiles.cta_sync.2", "stale"),
     ("standard", "without warps.tile.steady.cta_sync", "race"),
     ("standard", "without warps.tile.steady.cta_sync.2", "race"),
 ]
@@ -197,7 +197,7 @@ def _without(body: st.Body, unwanted: str) -> st.Body:
     )
 
 
-@pytest.mark.parametrize("unwanted", ["merge", "steady.cta_sync", "steady.store_stats", "steady.store_frag.2"])
+@pytest.mark.parametrize("unwanted", ["merge", "tiles.cta_sync", "tiles.store_stats", "tiles.store_frag.2"])
 def test_the_simulator_sees_what_the_proof_sees(unwanted: str) -> None:
     """A mistake that the proof flags gives a wrong result, or a fault, in some interleaving."""
     a, s = FA1.attention.replace(head_dim=128), FA1.schedule

@@ -157,12 +157,16 @@ class Block:
 
     # a block --------------------------------------------------------------------------------------------------------------
 
-    def scores(self, q: str | Slot, masked: bool, k_cursor: str | None) -> Body:
-        """S = Q·Kᵀ of the warp's keys, masked."""
+    def scores(self, q: str | Slot, masked: bool | Expr, k_cursor: str | None) -> Body:
+        """S = Q·Kᵀ of the warp's keys, masked; or masked if an expression holds."""
         tile_kv = self.tiles.schedule.tile_kv
         k = Slot("K", k_cursor, holds=J * tile_kv, row=self._key_row())
         first_key = J * tile_kv + (W * self.keys if self.split_kv else 0)
-        mask: Body = (Mask(s="S", limits="last_key", first_key=first_key),) if masked else ()
+        mask: Body = (Mask(s="S", limits="last_key", first_key=first_key),)
+        if isinstance(masked, Expr):
+            mask = (If(name="edge", cond=masked, then=mask),)
+        elif not masked:
+            mask = ()
         return Mma(name="qk", d="S", a=q, b=k, accumulate=False, trans_b=False, unit="mma_sync"), *mask
 
     def softmax(self) -> Body:

@@ -164,15 +164,11 @@ class KvOuter:
     # the program ------------------------------------------------------------------------------------------------------------
 
     def _body(self) -> Body:
-        first, clean = self._first_tile(J), sym("clean")
         cursors = ("k", "v") if self.asynchronous else ()
         block = (
             *self._next_block(),
-            Let(var="clean", value=minimum(maximum(self._first_clean(), first), M1 + 1), why="tiles from here on need no mask"),
-            Loop(
-                var="m", first=first, last=clean - 1, step=1, segment="masked", body=self._pass(True), why="right edge of the mask"
-            ),
-            Loop(var="m", first=clean, last=M1, step=1, segment="steady", body=self._pass(False)),
+            Let(var="clean", value=self._first_clean(), why="tiles from here on need no mask"),
+            Loop(var="m", first=self._first_tile(J), last=M1, step=1, segment="tiles", body=self._pass()),
             *(Advance(cursor=c) for c in cursors),
         )
         return (
@@ -193,7 +189,7 @@ class KvOuter:
         row0 = Let(var="row0", value=M * self.tiles.schedule.tile_q + self.block.first_row)
         return row0, Fill(dst="O", value=0.0), Fill(dst="lse", value=NEG_INF), *self.block.store()
 
-    def _pass(self, masked: bool) -> Body:
+    def _pass(self) -> Body:
         """One query tile under block j."""
         s, block = self.tiles.schedule, self.block
         q = Slot("Q", None, holds=M * s.tile_q, row=block.first_row)
@@ -201,9 +197,6 @@ class KvOuter:
         ends = self._landed("Q(next) has landed")
         load_o = LoadAcc(dst="O", src="O_acc", tile=M * s.tile_q, first_row=ROW0, col=block.first_column, head=H, batch=B)
         start_o = (If(name="state_o", cond=J > 0, then=(load_o,), orelse=(Fill(dst="O", value=0.0),)),)
-        last: Body = (If(name="last", cond=eq(J, N - 1), then=block.finish(), orelse=self._store()),)
-        if masked and not self.tiles.attention.causal:  # without a diagonal only the last block, if it is ragged, needs a mask
-            last = block.finish()
         end: Body = ()
         if not block.split_kv:
             end = (*ends, CtaSync(why="Q(next) is there; every warp is done with K(j) and V(j)"))
@@ -212,12 +205,12 @@ class KvOuter:
             Let(var="n", value=ceildiv(self.tiles.key_end(), s.tile_kv), why="key blocks this tile sees"),
             *(() if block.split_kv else start_o),
             If(name="state", cond=J > 0, then=self._load_rows(), orelse=block.start_rows()),
-            *block.scores(q, masked, cursor("k")),
+            *block.scores(q, sym("clean") > M, cursor("k")),
             *block.softmax(),
             CtaSync(why="every warp is done with Q" + ("; the statistics are there" if block.split_kv else "")),
             *self._next_q(),
             *block.product(cursor("v"), (*start_o, *ends)),
-            *last,
+            If(name="last", cond=eq(J, N - 1), then=block.finish(), orelse=self._store()),
             *end,
         )
 
