@@ -70,15 +70,16 @@ def enumerate_space(
     found = [s.replace(tile_q=64 * s.consumers) if follows and s.consumers else s for s in found]
     unique = tuple(dict.fromkeys([*found, *also]))
     illegal: Counter[str] = Counter()
-    legal = []
+    legal: list[Schedule] = []
+    first = ""
     for schedule in unique:
         try:
             check(attention, schedule)
         except ScheduleError as e:
             illegal.update(set(e.codes))
+            first = first or str(e.violations[0])
         else:
             legal.append(schedule)
     if not legal:
-        rules = ", ".join(f"{code} ({n})" for code, n in illegal.most_common())
-        raise InputError("tune", f"none of {len(unique)} schedules is legal for {attention.label}; rules broken: {rules}")
+        raise InputError("tune", f"none of {len(unique)} schedules is legal for {attention.label}; the given one itself: {first}")
     return Space(attention, tuple(legal), len(unique), dict(illegal.most_common()))
