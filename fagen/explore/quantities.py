@@ -60,6 +60,7 @@ FREE = frozenset(
         "Mask",
         "AddSums",
         "Hold",
+        "Calm",
         "Move",
         "Pack",
         "Rescale",

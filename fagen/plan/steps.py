@@ -520,8 +520,10 @@ class StaleSoftmax(Step):
     e = 2^(s·scale − m + offset) rounded to e's dtype, in P's layout; part = the thread's own part of their row sums; s stays.
 
     `fits` is true in threads whose values are all in range: the sum (of positive numbers) is below `limit`, or for e4m3 no byte
-    is saturated. NaN and infinities do not fit, so a row without a reference goes to the exact step by itself."""
+    is saturated. NaN and infinities do not fit, so a row without a reference goes to the exact step by itself. Where `calm` is
+    false (see Calm) nothing is computed, and nothing fits."""
 
+    calm: str
     e: str
     s: str
     m: str
@@ -530,6 +532,16 @@ class StaleSoftmax(Step):
     scale_log2: float
     scale: str | None = None
     offset: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calm(Step):
+    """Whether a warp's references are worth trying: `var` = no row's maximum grew in the exact step that left `alpha`; without `alpha`
+    it is declared, or set anew, as true. Where every block of a tile needs the exact step, one softmax is computed instead of two."""
+
+    var: str
+    alpha: str | None = None
+    declare: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
