@@ -22,7 +22,11 @@ WGMMA_AXES: dict[int, dict[str, tuple[Any, ...]]] = {
 }
 """By head_dim, for 16-bit types. Larger blocks need more registers, of which each consumer has the fewer the more there are."""
 E4M3_TILE_KV: dict[int, tuple[int, ...]] = {64: (96, 128, 160, 192), 128: (128, 160, 192, 224), 256: (64, 96, 128)}
-SOFTMAX_AXES: dict[str, tuple[Any, ...]] = {"overlap": ("within", "both"), "reference": ("running", "stale")}
+SOFTMAX_AXES: dict[str, tuple[Any, ...]] = {
+    "overlap": ("within", "both"),
+    "reference": ("running", "stale"),
+    "fuse_tiles": (False, True),
+}
 MMA_SYNC_AXES: dict[str, tuple[Any, ...]] = {
     "tile_q": (64, 128),
     "warps": (4, 8),

@@ -41,6 +41,14 @@ def test_default_spaces_contain_the_winners_of_the_table(entry: tuned.Entry) -> 
     assert base in space.candidates and len(space.candidates) < 130
 
 
+def test_default_spaces_contain_fused_tiles() -> None:
+    """Short sequences at head_dim 64 want long blocks with the next tile's first product under the epilogue."""
+    attention, base = load("fa3", head_dim=64, mask="causal")
+    wanted = {"tile_q": 128, "consumers": 2, "tile_kv": 128, "stages": 4, "overlap": "within", "reference": "stale"}
+    space = enumerate_space(attention, base, default_axes(attention, base))
+    assert base.replace(**wanted, fuse_tiles=True) in space.candidates and base.replace(**wanted) in space.candidates
+
+
 @pytest.mark.parametrize("name", ["fa2", "fa3", "fa3_fp8"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("mask", ["full", "causal"])
