@@ -36,7 +36,9 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
     if s.roles == "uniform":
         return (32 + 28 * _one_slot(s) if beside_product else 24) + 2 * wide
     if attention.dtype == "e4m3" or s.reference == "stale":
-        return 24 + 8 * (s.fuse_tiles and attention.dtype == "e4m3")
+        tight = attention.dtype == "e4m3" or attention.dv > 128
+        decode = attention.causal and s.reference == "stale"
+        return 24 + 8 * (s.fuse_tiles and attention.dtype == "e4m3") + 10 * (decode and tight)
     if s.overlap == "pingpong" and attention.dv > 128:
         beside_product = True
     base = 32 if beside_product else 28 if s.overlap == "pingpong" else 16
