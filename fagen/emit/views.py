@@ -388,7 +388,7 @@ def _stale_softmax(s: st.StaleSoftmax, x: Scope) -> tuple[str, View]:
 def _calm(s: st.Calm, x: Scope) -> tuple[str, View]:
     if s.alpha is None:
         return "calm_start", {"var": s.var, "declare": "bool " if s.declare else ""}
-    return "calm", {"var": s.var, "alpha": x.parts(s.alpha)[0]}
+    return "calm", {"var": s.var, "alpha": x.parts(s.alpha)[0], "least": f"{s.least!r}f"}
 
 
 def _pack(s: st.Pack, x: Scope) -> tuple[str, View]:

@@ -536,11 +536,13 @@ class StaleSoftmax(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class Calm(Step):
-    """Whether a warp's references are worth trying: `var` = no row's maximum grew in the exact step that left `alpha`; without `alpha`
-    it is declared, or set anew, as true. Where every block of a tile needs the exact step, one softmax is computed instead of two."""
+    """Whether a warp's references are worth trying: `var` = in the exact step that left `alpha`, no row's maximum grew by more than a
+    stale reference bears (alpha ≥ `least`); without `alpha` it is declared, or set anew, as true. Where block after block needs the
+    exact step, one softmax is computed instead of two."""
 
     var: str
     alpha: str | None = None
+    least: float = 1.0
     declare: bool = False
 
 

@@ -387,7 +387,7 @@ class Instance:
             self.votes[step.var] = np.ones(rows, bool)
         else:
             assert self._rows is not None
-            steady = _by_warp(self.registers[step.alpha].value == 1)
+            steady = _by_warp(self.registers[step.alpha].value >= step.least)
             self.votes[step.var] = np.where(self._rows, steady, self.votes[step.var])
 
     def add_sums(self, step: st.AddSums) -> None:

@@ -54,6 +54,8 @@ from ..tiles import B, H, J, M, N, Tiles, W
 from .common import HEAD_KV, ROW0, epilogue, locate, p_offset, setup
 
 LAST = as_expr(0)
+CALM = {"bf16": 2.0**-8, "fp16": 2.0**-8, "e4m3": 2.0**-2}
+"""Growth of a row's maximum within a block, as alpha, that the next block's stale reference is likely to bear."""
 OLD = ("row0", "h", "b", "h_kv")
 """What the epilogue of a tile needs when the variables already speak of the next one."""
 
@@ -409,7 +411,13 @@ class Wgmma:
         vote = Vote(
             name="exact",
             unless="fits",
-            then=(exact, Pack(p="E", s="S"), done, Rescale(o="O", alpha="alpha"), Calm(var="calm", alpha="alpha")),
+            then=(
+                exact,
+                Pack(p="E", s="S"),
+                done,
+                Rescale(o="O", alpha="alpha"),
+                Calm(var="calm", alpha="alpha", least=CALM[self.tiles.attention.dtype]),
+            ),
             orelse=(AddSums(l="l_sum", part="part"), done),
         )
         return (
