@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..attention import Attention
-from ..check import parse_shape
 from ..errors import InputError
-from ..plan.kernel import Problem
-from .common import Progress, Selected, built, built_name, from_option, json_option, select, set_option, write, write_json
+from . import needed as need
+from .common import Progress, Selected, built, built_name, from_option, json_option, set_option, write, write_json
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..explore.bench_result import BenchResult, CaseSpec, Ceilings, Prediction, Row, Timing
+    from ..explore.bench_result import BenchResult, BenchSpec, Ceilings, Prediction, Row, Timing
     from ..explore.timing import Interval
 
 PEERS = "cudnn,fa2,fa3"
@@ -27,16 +26,18 @@ PEERS = "cudnn,fa2,fa3"
 
 @click.command()
 @click.argument("schedules", nargs=-1, metavar="SCHEDULE…")
-@click.option(
-    "--grid",
-    metavar="NAME",
-    help="paper: lengths 512 to 16384 of 16384 tokens, hidden size 2048, head_dim 64, 128 and 256. ladder: 16 heads; 16 sequences of 1024, "
-    "2048 and 4096, 4 of 4096, one of 16384. Both full and causal, as far as --set, --causal and --full leave it open. Default: one "
-    "sequence of 16384, unless --shape is given.",
-)
-@click.option("--shape", "shapes", multiple=True, metavar="B,HQ,HKV,SQ,SK", help="Sizes to time, besides the grid's; repeatable.")
+@need.grid_option
+@need.shape_option
+@need.ablate_option
 @click.option("--causal/--full", "causal", default=None, help="The mask, instead of the schedule's own.")
 @click.option("--vs", default=PEERS, show_default=True, metavar="PEERS", help="Peers to time beside, or none.")
+@click.option(
+    "--inputs",
+    default="normal",
+    show_default=True,
+    metavar="KIND",
+    help="normal; sink: the first keys score high; growing: scores that grow in the order in which the keys are walked.",
+)
 @click.option("--rounds", default=10, show_default=True, metavar="N", help="Measurements of each function.")
 @click.option("--sustained", is_flag=True, help="Also time each function under lasting load, where the power limit sets the clock.")
 @click.option("--seed", default=0, show_default=True, metavar="N", help="Of the random inputs.")
@@ -51,8 +52,10 @@ def command(
     schedules: Sequence[str],
     grid: str | None,
     shapes: Sequence[str],
+    ablate: bool,
     causal: bool | None,
     vs: str,
+    inputs: str,
     rounds: int,
     sustained: bool,
     seed: int,
@@ -66,7 +69,8 @@ def command(
 ) -> int:
     """Time schedules beside their peers on this GPU.
 
-    Every function is verified first; all run on the same inputs in one process, in rotating order. benchmarks/README.md says how
+    SCHEDULE `tuned` is, for each size, the one that the tuned table has for it. Without --grid or --shape the size is one sequence of
+    16384. Every function is verified first; all run on the same inputs in one process, in rotating order. benchmarks/README.md says how
     the numbers come about. Exit code 1 if a schedule is wrong or could not be timed.
     """
     if bool(schedules) == (from_results is not None):
@@ -75,13 +79,16 @@ def command(
         )
     if as_json and markdown:
         raise InputError("--markdown", "given beside --json; one of them is enough")
+    from ..explore.bench_result import BenchSpec
+
     target, picture = check_output("--output", output), check_output("--plot", plot)
     if picture is not None:
         from ..explore.plot import require_matplotlib
 
         require_matplotlib(picture)
     if from_results is None:
-        result = _measure(schedules, grid, shapes, causal, parse_peers(vs), rounds, sustained, seed, settings, folder)
+        kernels, peers = need.needed(schedules, settings, causal, grid, shapes, ablate), parse_peers(vs)
+        result = _measure(kernels, BenchSpec((), peers, rounds, sustained, seed, inputs), folder)
     else:
         result = read_results(from_results)
     if target is not None:
@@ -101,34 +108,26 @@ def command(
     return 0 if result.ok else 1
 
 
-def _measure(
-    schedules: Sequence[str],
-    grid: str | None,
-    shapes: Sequence[str],
-    causal: bool | None,
-    peers: tuple[str, ...],
-    rounds: int,
-    sustained: bool,
-    seed: int,
-    settings: Sequence[str],
-    folder: str | None,
-) -> BenchResult:
+def _measure(kernels: Sequence[need.Needed], spec: BenchSpec, folder: str | None) -> BenchResult:
+    """`spec`: all but the cases."""
     from ..explore.bench import check_peers, check_spec
+    from ..explore.bench_inputs import check_inputs
     from ..explore.bench_lab import check_device
-    from ..explore.bench_result import BenchSpec
     from ..explore.bench_watch import run_watched
 
-    check_peers(peers)
-    chosen = selected(schedules, settings, causal, grid)
-    problems = [problems_of(item.attention, grid, shapes) for item in chosen]
+    check_peers(spec.peers)
+    for kernel in kernels:
+        for problem in kernel.problems:
+            check_inputs(spec.inputs, kernel.item.attention, problem)
     check_device()
+    items = need.distinct(kernels)
     with tempfile.TemporaryDirectory(prefix="fagen-bench-") as scratch:
-        with Progress("building", len(chosen)) as progress:
-            places = []
-            for item in chosen:
-                places.append(_ready(item, folder, scratch))
+        with Progress("building", len(items)) as progress:
+            places = {}
+            for item in items:
+                places[item] = _ready(item, folder, scratch)
                 progress.step(item.name)
-        spec = BenchSpec(cases(chosen, problems, places), peers, rounds, sustained, seed)
+        spec = replace(spec, cases=need.cases(kernels, [places[k.item] for k in kernels]))
         check_spec(spec)
         with Progress("measuring", len(spec.cases)) as progress:
             return run_watched(
@@ -175,55 +174,6 @@ def check_output(option: str, path: str | None) -> Path | None:
     return target
 
 
-def selected(schedules: Sequence[str], settings: Sequence[str], causal: bool | None, grid: str | None) -> list[Selected]:
-    """The kernels: every schedule with every head_dim (paper) and mask (paper, ladder) of the grid that the options leave open."""
-    from ..explore.bench import HEAD_DIMS
-
-    given = {text.partition("=")[0].strip().replace("-", "_") for text in settings}
-    masks = [] if causal is None else [f"mask={'causal' if causal else 'full'}"]
-    if masks and "mask" in given:
-        raise InputError("--causal" if causal else "--full", "given beside --set mask=…; one of them is enough")
-    head_dims: list[str] = []
-    if grid is not None:
-        masks = masks or ([] if "mask" in given else ["mask=full", "mask=causal"])
-    if grid == "paper":
-        head_dims = [] if "head_dim" in given else [f"head_dim={d}" for d in HEAD_DIMS]
-    extras = [[x for x in (d, m) if x] for d in head_dims or [""] for m in masks or [""]]
-    return [item for extra in extras for item in select(schedules, (*settings, *extra))]
-
-
-def problems_of(attention: Attention, grid: str | None, shapes: Sequence[str]) -> tuple[Problem, ...]:
-    """The sizes to time: the grid's, then those of --shape; the longest of the paper's where neither is given."""
-    from ..explore.bench import grid_problems, one_problem
-
-    wanted = [] if grid is None else list(grid_problems(grid, attention.head_dim))
-    if grid is None and not shapes:
-        wanted = [one_problem(attention.head_dim)]
-    parsed = [parse_shape(text) for text in shapes]
-    return tuple(dict.fromkeys(wanted + [Problem(p.batch, p.sq, p.sk, p.hq, p.hkv) for p in parsed]))
-
-
-def cases(
-    chosen: Sequence[Selected], problems: Sequence[tuple[Problem, ...]], places: Sequence[tuple[str, str]]
-) -> tuple[CaseSpec, ...]:
-    """Kernels of one attention are timed together. `places`: (folder, file) of each built kernel."""
-    from ..explore.bench_result import CaseSpec, KernelRef
-
-    groups: dict[Attention, list[int]] = {}
-    for i, item in enumerate(chosen):
-        groups.setdefault(item.attention, []).append(i)
-    return tuple(
-        CaseSpec(attention, problem, tuple(KernelRef(label(chosen[i]), *places[i]) for i in members))
-        for attention, members in groups.items()
-        for problem in problems[members[0]]
-    )
-
-
-def label(item: Selected) -> str:
-    """The schedule's name in tables; a changed schedule shows its id."""
-    return item.stem if item.own_schedule else f"{item.stem}.{item.schedule.id}"
-
-
 def _ready(item: Selected, folder: str | None, scratch: str) -> tuple[str, str]:
     """(folder, file) of the built kernel, which is checked to be what was asked for."""
     from ..compile import write_built
@@ -266,7 +216,36 @@ def report(result: BenchResult) -> list[Any]:
         for row in case.rows
         if row.reason
     )
-    return ["\n".join(head), _table(result), "\n".join([*(["not timed:"] if notes else []), *(f"  {n}" for n in notes), *foot])]
+    told = dict.fromkeys(f"{row.function}: {row.about}" for case in result.cases for row in case.rows if row.about)
+    lines = [*_titled("not timed:", notes), *_titled("schedules:", told), *foot]
+    return ["\n".join(head), _table(result), "\n".join(lines), *_summary(result)]
+
+
+def _titled(title: str, lines: Iterable[str]) -> list[str]:
+    found = [f"  {line}" for line in lines]
+    return [title, *found] if found else []
+
+
+def _summary(result: BenchResult) -> list[Table]:
+    """Many cases in a few numbers; nothing where there are few."""
+    from rich import box
+    from rich.table import Table
+
+    from ..explore.summary import summaries
+
+    found = summaries(result)
+    if not found:
+        return []
+    table = Table(box=box.SIMPLE, pad_edge=False, title="speed relative to the best peer", title_justify="left")
+    for name in ("function", "load", "attention"):
+        table.add_column(name, no_wrap=True)
+    for name in ("cases", "geometric mean", "least", "below 1", "% gemm"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("least at", no_wrap=True)
+    for s in found:
+        numbers = (str(s.cases), f"{s.mean:.3f}", f"{s.least:.3f}", str(s.below), f"{100 * s.gemm_share:.0f}")
+        table.add_row(s.function, s.load, s.group, *numbers, s.where)
+    return [table]
 
 
 def _ceilings(c: Ceilings) -> str:

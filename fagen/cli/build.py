@@ -13,9 +13,11 @@ import click
 from .. import cache, nvrtc
 from ..compile import Built, build, write_built
 from ..emit import Source, emit
+from ..errors import InputError
 from ..plan import Plan
 from ..report import KernelReport
 from . import common
+from . import needed as need
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -30,16 +32,36 @@ COMPILERS = 4
 @common.set_option
 @common.causal_option
 @common.variants_option
+@need.grid_option
+@need.shape_option
+@need.ablate_option
 @click.option("--debug", is_flag=True, help="Bounded waits that name what hung: NAME.debug.cu and so on.")
 @common.json_option
 def command(
-    schedules: tuple[str, ...], output: str, settings: tuple[str, ...], causal: bool, variants: bool, debug: bool, as_json: bool
+    schedules: tuple[str, ...],
+    output: str,
+    settings: tuple[str, ...],
+    causal: bool,
+    variants: bool,
+    grid: str | None,
+    shapes: tuple[str, ...],
+    ablate: bool,
+    debug: bool,
+    as_json: bool,
 ) -> None:
     """Compile each SCHEDULE and write NAME.cu, NAME.cubin and NAME.json; NAME is the file's stem and what --set changed.
 
-    The compiled code must keep the plan's promises: no spills, no serialised matrix products, exactly the planned instructions.
+    --grid, --shape and --ablate as for `fagen bench`: all kernels that it needs, for its --from; SCHEDULE `tuned` is, for each size, the one
+    that the tuned table has for it (on this GPU, or on an H200 where there is none). The compiled code must keep the plan's promises: no spills, no serialised matrix products, exactly the planned instructions.
     """
-    items = common.select(schedules, settings, causal, variants)
+    if need.TUNED in schedules or grid or shapes or ablate:
+        if variants:
+            raise InputError(
+                "--variants", "given beside what a bench needs (tuned, --grid, --shape, --ablate); one of them is enough"
+            )
+        items = need.distinct(need.needed(schedules, settings, causal or None, grid, shapes, ablate))
+    else:
+        items = common.select(schedules, settings, causal, variants)
     plans = [common.planned(i, debug=debug) for i in items]  # an illegal one is refused before anything is written
     sources = [emit(p, common.built_name(i, debug)) for p, i in zip(plans, items)]
     with common.Progress("compiling", len(items)) as progress, ThreadPoolExecutor(min(COMPILERS, len(items))) as compilers:

@@ -91,10 +91,13 @@ def command(
         check_device()
     with tempfile.TemporaryDirectory(prefix="fagen-tune-") as scratch:
         place = Path(build_only or folder or scratch)
-        place.mkdir(parents=True, exist_ok=True)
+        try:
+            place.mkdir(parents=True, exist_ok=True)
+        except OSError as e:
+            raise InputError("--build-only", f"{place} cannot be made: {e.strerror or e}") from e
         workshop = tune_run.Workshop(place, jobs or os.cpu_count() or 1, seed=seed)
         if table:
-            tune.check_buckets(problems, workshop.device()[1])
+            tune.check_buckets(problems, workshop.device().sms)
         prepared = _prepared(space, item, name, workshop) if space else _read(folder or "", name, item)
         if build_only:
             write_file(tune_run.manifest(place, name), prepared.to_json() + "\n")
@@ -252,7 +255,7 @@ def _report(result: TuneResult) -> list[Any]:
     head = (
         f"{prepared.attention.label} on {result.gpu}: {prepared.enumerated} schedules, "
         f"{len(prepared.candidates) + len(prepared.failures)} legal{_counted(prepared.illegal)}, {len(prepared.candidates)} compiled, "
-        f"{result.compiler or 'compiler unknown'}, driver {result.driver or 'unknown'}"
+        f"{result.compiler or 'compiler unknown'}, driver {result.driver}"
     )
     foot = [f"{s.problem}: no candidate was left" for s in result.shapes if s.winner is None]
     return [head, _table(result), *_failures((*prepared.failures, *result.failures)), *foot]

@@ -95,14 +95,17 @@ def _preamble(kernel: KernelPlan, role: st.Role, first: int, helpers: Helpers) -
     hints = sorted({s.hint for s in steps if isinstance(s, st.TmaLoad)})
     out += [f"const u64 {h} = l2_{h}();" for h in hints]
     out += [f"Cursor<{c.stages}> {c.name}{{0, {c.start_phase}}};" for c in role.cursors]
-    out += [_declare(f) for f in role.frags]
+    out += _declare(role.frags)
     return "".join(x + "\n" for x in out)
 
 
-def _declare(f: st.Frag) -> str:
-    kind = {"fp32": "float", "i32": "int"}.get(f.dtype, "u32")
-    size = f"[{f.registers}]" if f.unit_rows == 64 else f"[{f.blocks}][{f.registers // f.blocks}]"
-    return f"{kind} {f.name}{size};"
+def _declare(frags: tuple[st.Frag, ...]) -> list[str]:
+    """Register tiles, those of a type in one declaration."""
+    kinds: dict[str, list[str]] = {}
+    for f in frags:
+        size = f"[{f.registers}]" if f.unit_rows == 64 else f"[{f.blocks}][{f.registers // f.blocks}]"
+        kinds.setdefault({"fp32": "float", "i32": "int"}.get(f.dtype, "u32"), []).append(f"{f.name}{size}")
+    return [f"{kind} {', '.join(names)};" for kind, names in kinds.items()]
 
 
 def _body(body: st.Body, scope: Scope) -> str:

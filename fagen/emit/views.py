@@ -390,6 +390,7 @@ def _stale_softmax(s: st.StaleSoftmax, x: Scope) -> tuple[str, View]:
     values: View = {
         "parts": x.zipped(e=s.e, s=s.s, m=s.m, part=s.part),
         "fits": s.fits,
+        "calm": s.calm,
         "scale": s.scale or "SCALE_LOG2",
         "shift": f"    reference[r] -= {s.offset}.f;\n" if s.offset else "",
     }
@@ -399,6 +400,12 @@ def _stale_softmax(s: st.StaleSoftmax, x: Scope) -> tuple[str, View]:
             raise InternalError("a stale reference with a V given transposed has no template")
         return "stale_softmax_e4m3", values
     return "stale_softmax", values | {"pack": _pack_function(dtype, x), "limit": STALE_LIMIT[dtype]}
+
+
+def _calm(s: st.Calm, x: Scope) -> tuple[str, View]:
+    if s.alpha is None:
+        return "calm_start", {"var": s.var, "declare": "bool " if s.declare else ""}
+    return "calm", {"var": s.var, "alpha": x.parts(s.alpha)[0], "least": f"{s.least!r}f"}
 
 
 def _pack(s: st.Pack, x: Scope) -> tuple[str, View]:
@@ -456,6 +463,7 @@ _VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {
     st.Mask: _mask,
     st.OnlineSoftmax: _online_softmax,
     st.StaleSoftmax: _stale_softmax,
+    st.Calm: _calm,
     st.Hold: lambda s, x: ("hold", {"parts": x.parts(s.row)}),
     st.CopyRow: lambda s, x: ("copy_row_values", {"parts": x.zipped(dst=s.dst, src=s.src)}),
     st.AddSums: lambda s, x: ("add_sums", {"parts": x.zipped(l=s.l, part=s.part)}),

@@ -15,6 +15,7 @@ from ..attention import Attention
 from ..errors import InputError
 from ..plan.kernel import Problem
 from ..plan.steps import DTYPE_BYTES
+from .bench_inputs import KINDS, check_inputs
 from .bench_lab import COPY_BYTES, GEMM_SIZE, Candidate, Doing, Lab, silent
 from .bench_result import SCHEMA, BenchResult, BenchSpec, CaseResult, CaseSpec, Ceilings, Row, Timing
 from .peers import PEERS
@@ -22,7 +23,7 @@ from .timing import SUSTAINED_ROUNDS, Clock, Reading, Sample, Task, burst, inter
 
 METHOD = {
     "tflops": "4 * seqlen_q * seqlen_k * head_dim * heads * batch operations, halved for a causal mask, over the median time",
-    "inputs": "random normal, the same tensors for every function of a case",
+    "inputs": "the same tensors for every function of a case",
     "burst": "15 ms rest, one launch, then about 4 ms of back-to-back launches in one CUDA graph; functions in rotating order",
     "sustained": "0.07 s warm-up and 0.13 s measured per function and round; functions in rotating order",
     "copy": "the fastest of a memcpy and two elementwise kernels on 1 GiB, bytes read plus bytes written",
@@ -191,6 +192,7 @@ def check_spec(spec: BenchSpec) -> None:
             near = [n for n in range(1, p.hq + 1) if p.hq % n == 0]
             raise InputError("--shape", f"{p}: {p.hq} query heads are not a multiple of {p.hkv} KV heads; legal KV heads: {near}")
         visible_pairs(case.attention, p)
+        check_inputs(spec.inputs, case.attention, p)
 
 
 def check_peers(names: Sequence[str]) -> None:
@@ -224,9 +226,10 @@ def run_bench(spec: BenchSpec, on_case: Callable[[CaseResult], None] | None = No
         seconds=round(time.monotonic() - began, 1),
         machine=lab.machine(),
         versions=lab.versions(),
-        method=METHOD,
+        method=METHOD | {"inputs": f"{KINDS[spec.inputs]}; {METHOD['inputs']}"},
         rounds=spec.rounds,
         seed=spec.seed,
         ceilings=ceilings,
         cases=tuple(cases),
+        inputs=spec.inputs,
     )

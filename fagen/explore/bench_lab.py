@@ -17,6 +17,7 @@ from ..interop.arrays import FRAMEWORK_NAMES
 from ..launch import Kernel
 from ..plan.kernel import Problem
 from . import peers, verify
+from .bench_inputs import make_inputs, normal
 from .bench_result import BenchSpec, CaseSpec, KernelRef, Machine, Prediction, Row
 from .explain import predict, sentence
 from .timing import GraphTask, Task, TorchClock, open_sensors
@@ -131,7 +132,7 @@ class Lab:
         """
         torch = self._torch
         self._at("the matrix product and the copies are prepared", PREPARE_SECONDS)
-        a, b = (self._normal(GEMM_SIZE, GEMM_SIZE, dtype="bf16", seed=i) for i in range(2))
+        a, b = (normal(torch, (GEMM_SIZE, GEMM_SIZE), "bf16", i) for i in range(2))
         product = torch.empty_like(a)
         source = torch.randint(0, 1 << 30, (COPY_BYTES // 4,), dtype=torch.int32, device=a.device)
         target = torch.empty_like(source)
@@ -161,9 +162,8 @@ class Lab:
         """The case's functions on fresh inputs, each verified, the right ones captured."""
         p, a, seed = case.problem, case.attention, self._spec.seed
         self._at("inputs and reference are made", PREPARE_SECONDS)
-        q = self._normal(p.batch, p.sq, p.hq, a.head_dim, dtype=a.dtype, seed=seed)
-        k = self._normal(p.batch, p.sk, p.hkv, a.head_dim, dtype=a.dtype, seed=seed + 1)
-        v = self._normal(p.batch, p.sk, p.hkv, a.dv, dtype=a.dtype, seed=seed + 2)
+        blocks = [self._kernels[ref.directory, ref.file].plan.schedule.tile_kv for ref in case.kernels]
+        q, k, v = make_inputs(self._torch, a, p, self._spec.inputs, seed, min(blocks, default=128))
         want = verify.expected(self._torch, a, p, q, k, v, seed)
         ours = [self._schedule(case, ref, q, k, v, want) for ref in case.kernels]
         return ours + [self._peer(case, name, q, k, v, want) for name in self._spec.peers]
@@ -172,7 +172,7 @@ class Lab:
         torch, p, a = self._torch, case.problem, case.attention
         kernel = self._kernels[ref.directory, ref.file]
         ids = kernel.plan.schedule.id, kernel.plan.id, kernel.report.compiler
-        row = Row(ref.label, "schedule", None, *ids, "failed", "", None, None, None, None)
+        row = Row(ref.label, "schedule", None, *ids, "failed", "", None, None, None, None, ref.about)
         self._at(f"{ref.label} runs for the first time", LAUNCH_SECONDS, ref.label)
         try:
             out = torch.full((p.batch, p.sq, p.hq, a.dv), float("nan"), dtype=self._dtype(a.output_dtype), device=q.device)
@@ -216,10 +216,6 @@ class Lab:
             self._torch.cuda.synchronize()
         except RuntimeError as e:
             raise LaunchError(f"{label} ended the GPU context: {_one_line(error or e)}") from e
-
-    def _normal(self, *shape: int, dtype: str, seed: int) -> Any:
-        generator = self._torch.Generator(device="cuda").manual_seed(seed)
-        return self._torch.randn(shape, device="cuda", generator=generator).to(self._dtype(dtype))
 
     def _dtype(self, name: str) -> Any:
         return getattr(self._torch, FRAMEWORK_NAMES[name])

@@ -15,7 +15,7 @@ from ..plan.kernel import Problem
 from ..value import Value
 from .timing import Interval, Reading
 
-SCHEMA = 2
+SCHEMA = 3
 T = TypeVar("T")
 
 
@@ -31,7 +31,8 @@ class Record:
 
     @classmethod
     def from_dict(cls: type[T], data: dict[str, Any]) -> T:
-        """Inverse of `to_dict`, exactly. InputError naming the first member that does not fit."""
+        """Inverse of `to_dict`, exactly; a member that an older version did not write has its default. InputError naming the first member
+        that does not fit."""
         made: T = _build(cls, data, cls.__name__)
         return made
 
@@ -67,10 +68,11 @@ def _build(kind: Any, data: Any, where: str) -> Any:
         if issubclass(kind, Value):
             return kind.from_dict(data)
         hints = typing.get_type_hints(kind)
-        wrong = sorted(set(hints) ^ set(data))
+        optional = {f.name for f in dataclasses.fields(kind) if f.default is not dataclasses.MISSING}
+        wrong = sorted((set(hints) - optional - set(data)) | (set(data) - set(hints)))
         if wrong:
             raise InputError(where, f"{'lacks' if wrong[0] in hints else 'has the unknown member'} {wrong[0]!r}")
-        return kind(**{name: _build(hint, data[name], f"{where}.{name}") for name, hint in hints.items()})
+        return kind(**{name: _build(hint, data[name], f"{where}.{name}") for name, hint in hints.items() if name in data})
     if kind is float and isinstance(data, int) and not isinstance(data, bool):
         return float(data)
     if isinstance(kind, type) and type(data) is kind:
@@ -83,11 +85,13 @@ def _build(kind: Any, data: Any, where: str) -> Any:
 
 @dataclass(frozen=True)
 class KernelRef(Record):
-    """A built kernel on disk (`write_built`): DIRECTORY/FILE.json and its cubin; `label` names it in tables."""
+    """A built kernel on disk (`write_built`): DIRECTORY/FILE.json and its cubin; `label` names it in tables, `about` says which schedule
+    that is and why, "" if the label does."""
 
     label: str
     directory: str
     file: str
+    about: str = ""
 
 
 @dataclass(frozen=True)
@@ -108,6 +112,8 @@ class BenchSpec(Record):
     rounds: int
     sustained: bool
     seed: int
+    inputs: str = "normal"
+    """See `bench_inputs.KINDS`."""
 
 
 # what was found -----------------------------------------------------------------------------------------------------------
@@ -176,6 +182,8 @@ class Row(Record):
     sustained: Timing | None
     prediction: Prediction | None
     """None for peers."""
+    about: str = ""
+    """Which schedule this is and why (`KernelRef.about`)."""
 
     @property
     def loses(self) -> bool:
@@ -244,6 +252,7 @@ class BenchResult(Record):
     seed: int
     ceilings: Ceilings
     cases: tuple[CaseResult, ...]
+    inputs: str = "normal"
 
     @property
     def ok(self) -> bool:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from .. import guard
 from ..check.gpu import case_facts
 from ..compile import load_built
 from ..errors import InternalError, LaunchError
 from ..oracle import CheckProblem
+from ..oracle.inputs import Inputs
 from .bench import check_spec, run_bench
 from .bench_result import BenchResult, BenchSpec, CaseResult
 
@@ -69,7 +70,7 @@ def _explained(
     if at is None or ref is None:
         said = failure.log.strip().splitlines()
         return LaunchError(f"{failure}" + (f": {said[-1]}" if said else ""))
-    problem = CheckProblem(**dataclasses.asdict(at.problem))
+    problem = CheckProblem(**dataclasses.asdict(at.problem), inputs=cast(Inputs, spec.inputs))
     facts = case_facts(problem, spec.seed, 1, False, {}, failure.detail)
     folder = guard.write_bundle(load_built(ref.directory, ref.file), facts, failure, bundles)
     return LaunchError(f"{failure}\nrepro bundle: {folder} (rerun: fagen repro {folder})")

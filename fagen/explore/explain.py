@@ -74,16 +74,20 @@ def predict(plan: Plan, problem: Problem, report: CompileReport | None = None, d
 def sentence(found: Cost) -> str:
     """What binds, in one sentence."""
     times, bound = found.times_us, found.bound_us
-    largest = {r: f"{times[r]:.4g} µs" for r in ("hbm", "tensor", "exp")}
+    largest = {r: _us(times[r]) for r in ("hbm", "tensor", "exp")}
     beside = f"hbm {largest['hbm']}, tensor {largest['tensor']}, exp {largest['exp']}"
     if found.binds == "parallelism":
         k = max(found.kernels, key=lambda k: k.bound_us)
         units = f"{k.units} {'tiles' if k.claimed else 'CTAs'} on {found.device.sms} SMs: the busiest has {k.busiest:.3g} times its share"
-        return f"Parallelism binds: {units}, {times['parallelism']:.4g} µs beside {beside}."
+        return f"Parallelism binds: {units}, {_us(times['parallelism'])} beside {beside}."
     if found.binds == "latency":
         return f"Latency binds: {times['latency']:.3g} µs to start {len(found.kernels)} kernel{'s' * (len(found.kernels) > 1)}, beside {beside}."
     word = {"hbm": "Memory", "tensor": "The tensor cores", "exp": "The exponential unit"}[found.binds]
-    return f"{word} bind{'s' * (found.binds != 'tensor')}: {beside}; at least {bound:.4g} µs."
+    return f"{word} bind{'s' * (found.binds != 'tensor')}: {beside}; at least {_us(bound)}."
+
+
+def _us(time: float) -> str:
+    return f"{time:,.0f} µs" if time >= 1000 else f"{time:.3g} µs"
 
 
 def _costs(found: Cost) -> dict[str, Any]:

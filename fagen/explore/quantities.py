@@ -60,6 +60,7 @@ FREE = frozenset(
         "Mask",
         "AddSums",
         "Hold",
+        "Calm",
         "Move",
         "Pack",
         "Rescale",
@@ -138,7 +139,7 @@ def _row_pass(s: _Scope, step: Any) -> tuple[Quantity, ...]:
     out = [Quantity(("in", step.src), step.cols * s.row_bytes(step.src, 1), place)]
     if step.op != "max":
         out.append(_exponentials(step.cols))
-    if step.op == "exponentials":
+    if step.dst:
         out.append(Quantity(("out", step.dst), step.cols * s.row_bytes(step.dst, 1), place))
     return tuple(out)
 

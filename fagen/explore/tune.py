@@ -98,7 +98,7 @@ class TuneResult(Record):
     fagen: str
     gpu: str
     sms: int
-    driver: str | None
+    driver: str
     compiler: str | None
     rounds: int
     prepared: Prepared
@@ -116,18 +116,37 @@ class TuneResult(Record):
 
 
 @dataclass(frozen=True)
+class Gpu:
+    """`driver`: its version, and the newest CUDA that it supports."""
+
+    name: str
+    sms: int
+    driver: str
+
+
+@dataclass(frozen=True)
+class Work:
+    """Candidates to be timed beside one another on a problem."""
+
+    problem: Problem
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True)
 class Measurement:
-    """One interleaved run on one problem. `failed`: candidate → why it has no rate."""
+    """What became of a `Work`: each candidate has a rate, or stands in `failed` with the reason; or it failed on an earlier problem of the
+    same run. `compiler`: of the kernels."""
 
     rates: Mapping[str, Interval]
     peers: Mapping[str, Interval]
     failed: Mapping[str, str]
-    driver: str | None
     compiler: str | None
 
 
 class Runner(Protocol):
     """Does the work. A candidate that fails, crashes or hangs is named with a reason; an exception means that no work is possible."""
+
+    def device(self) -> Gpu: ...
 
     def compile(self, attention: Attention, candidates: Sequence[Candidate], heard: Heard) -> Mapping[str, str]:
         """Candidate → why it did not compile, "" if it did; every candidate is there."""
@@ -136,18 +155,9 @@ class Runner(Protocol):
         """Candidate → why it is wrong, "" if it is right; every candidate is there."""
 
     def measure(
-        self,
-        attention: Attention,
-        problem: Problem,
-        candidates: Sequence[Candidate],
-        peers: Sequence[str],
-        rounds: int,
-        heard: Heard,
-    ) -> Measurement:
-        """Each candidate, verified once more on this problem, has a rate or a reason."""
-
-    def device(self) -> tuple[str, int]:
-        """Name of the GPU, and its number of SMs."""
+        self, attention: Attention, work: Sequence[Work], peers: Sequence[str], rounds: int, heard: Heard
+    ) -> Sequence[Measurement]:
+        """One for each problem. Candidates are verified once more on the problem itself before they are timed."""
 
 
 def silent(_: str) -> None:
@@ -180,39 +190,50 @@ def tune(
     heard: Heard = silent,
 ) -> TuneResult:
     """Verify the candidates, then find the fastest on each problem. `date`: of the run, ISO 8601."""
-    attention = prepared.attention
+    attention, candidates = prepared.attention, {c.name: c for c in prepared.candidates}
     failures: list[Failure] = []
 
-    def drop(left: list[Candidate], stage: str, reasons: Mapping[str, str], problem: Problem | None = None) -> list[Candidate]:
-        at = None if problem is None else str(problem)
-        failures.extend(Failure(c.name, c.schedule, stage, at, reasons[c.name]) for c in left if reasons.get(c.name))
-        return [c for c in left if not reasons.get(c.name)]
+    def left() -> tuple[Candidate, ...]:
+        broken = {f.name for f in failures}
+        return tuple(c for c in prepared.candidates if c.name not in broken)
 
-    left = list(prepared.candidates)
-    if left:
-        left = drop(left, "verify", runner.verify(attention, left, heard))
-    gpu, sms = runner.device()
-    driver = compiler = None
-    shapes = []
-    for problem in problems:
-        screened: tuple[Rate, ...] = ()
-        chosen = left
-        if len(left) > finalists:
-            found = runner.measure(attention, problem, left, (), min(SCREEN_ROUNDS, rounds), heard)
-            left = drop(left, "measure", found.failed, problem)
-            screened = _ranked(found.rates, left)
-            chosen = [c for rate in screened[:finalists] for c in left if c.name == rate.name]
-        final: tuple[Rate, ...] = ()
-        beside: tuple[Rate, ...] = ()
-        if chosen:
-            found = runner.measure(attention, problem, chosen, peers, rounds, heard)
-            left = drop(left, "measure", found.failed, problem)
-            final, beside = _ranked(found.rates, left), _ranked(found.peers)
-            driver, compiler = found.driver or driver, found.compiler or compiler
-        shapes.append(Shape(problem, screened, final, beside, None))
-    broken = {f.name for f in failures}
-    shapes = [_judged(s, broken) for s in shapes]
-    return TuneResult(SCHEMA, date, __version__, gpu, sms, driver, compiler, rounds, prepared, tuple(failures), tuple(shapes))
+    def drop(stage: str, reasons: Mapping[str, str], problem: Problem | None = None) -> None:
+        at = None if problem is None else str(problem)
+        failures.extend(Failure(n, candidates[n].schedule, stage, at, why) for n, why in reasons.items() if why)
+
+    def measured(work: Sequence[Work], peers: Sequence[str], rounds: int) -> Sequence[Measurement]:
+        found = runner.measure(attention, work, peers, rounds, heard)
+        for w, m in zip(work, found):
+            drop("measure", m.failed, w.problem)
+        return found
+
+    if candidates:
+        drop("verify", runner.verify(attention, left(), heard))
+    chosen = {p: left() for p in problems}
+    screened: dict[Problem, tuple[Rate, ...]] = dict.fromkeys(problems, ())
+    if len(left()) > finalists:
+        found = measured([Work(p, left()) for p in problems], (), min(SCREEN_ROUNDS, rounds))
+        for p, m in zip(problems, found):
+            screened[p] = _ranked(m.rates, left())
+            chosen[p] = tuple(candidates[rate.name] for rate in screened[p][:finalists])
+    final = [Work(p, chosen[p]) for p in problems] if left() else []
+    found = measured(final, peers, rounds) if final else [Measurement({}, {}, {}, None)] * len(problems)
+    shapes = tuple(_judged(p, screened[p], m, left()) for p, m in zip(problems, found))
+    compiler = next((m.compiler for m in found if m.compiler), None)
+    gpu = runner.device()
+    return TuneResult(
+        schema=SCHEMA,
+        date=date,
+        fagen=__version__,
+        gpu=gpu.name,
+        sms=gpu.sms,
+        driver=gpu.driver,
+        compiler=compiler,
+        rounds=rounds,
+        prepared=prepared,
+        failures=tuple(failures),
+        shapes=shapes,
+    )
 
 
 def _ranked(rates: Mapping[str, Interval], of: Sequence[Candidate] | None = None) -> tuple[Rate, ...]:
@@ -220,10 +241,10 @@ def _ranked(rates: Mapping[str, Interval], of: Sequence[Candidate] | None = None
     return tuple(Rate(n, rates[n]) for n in sorted(names, key=lambda n: (-rates[n].median, n)))
 
 
-def _judged(shape: Shape, broken: set[str]) -> Shape:
-    """With its winner: the fastest that failed nowhere."""
-    winner = next((r.name for r in shape.final if r.name not in broken), None)
-    return Shape(shape.problem, shape.screened, shape.final, shape.peers, winner)
+def _judged(problem: Problem, screened: tuple[Rate, ...], m: Measurement, left: Sequence[Candidate]) -> Shape:
+    """The winner is the fastest of those that failed nowhere."""
+    final = _ranked(m.rates, left)
+    return Shape(problem, screened, final, _ranked(m.peers), final[0].name if final else None)
 
 
 # winners into the table ---------------------------------------------------------------------------------------------------

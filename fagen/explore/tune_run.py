@@ -15,18 +15,18 @@ from typing import Any
 
 from .. import driver, guard
 from ..attention import Attention
-from ..check import CaseResult, Item, check_gpu, first_device, jitter_problems
+from ..check import CaseResult as CheckResult
+from ..check import Item, check_gpu, first_device, jitter_problems
+from ..check.device import driver_text
 from ..compile import build, load_built, write_built
 from ..emit import emit
 from ..errors import FagenError, InputError, LaunchError
 from ..oracle import CheckProblem, check_problems
 from ..plan import plan
-from ..plan.kernel import Problem
 from ..schedule import Schedule
-from .bench_result import BenchSpec, CaseSpec, KernelRef
+from .bench_result import BenchSpec, CaseResult, CaseSpec, KernelRef
 from .bench_watch import run_watched
-from .timing import Interval
-from .tune import Candidate, Heard, Measurement, Prepared
+from .tune import Candidate, Gpu, Heard, Measurement, Prepared, Work
 
 COMPILE_TASK = "fagen.explore.tune_run:compile_task"
 COMPILE_SECONDS = 180.0
@@ -79,9 +79,9 @@ class Workshop:
         self._folder = Path(folder).resolve()
         self._jobs, self._seed, self._bundles = jobs, seed, bundles
 
-    def device(self) -> tuple[str, int]:
+    def device(self) -> Gpu:
         info = driver.device_info(first_device())
-        return info.name, info.num_sms
+        return Gpu(info.name, info.num_sms, driver_text(info))
 
     # compiling ------------------------------------------------------------------------------------------------------------
 
@@ -135,7 +135,7 @@ class Workshop:
             items = [Item(c.name, attention, c.schedule, verify_problems(attention, c.schedule)) for c in left]
             seen: Counter[str] = Counter()
 
-            def take(result: CaseResult, seen: Counter[str] = seen) -> None:
+            def take(result: CheckResult, seen: Counter[str] = seen) -> None:
                 seen[result.item] += 1
                 if not result.verdict.passed:
                     reasons.setdefault(result.item, f"on {result.problem}, seed {result.seed}: {result.verdict.reason}")
@@ -154,45 +154,52 @@ class Workshop:
         return {c.name: reasons.get(c.name, "") for c in candidates}
 
     def measure(
-        self,
-        attention: Attention,
-        problem: Problem,
-        candidates: Sequence[Candidate],
-        peers: Sequence[str],
-        rounds: int,
-        heard: Heard,
-    ) -> Measurement:
-        left, failed = list(candidates), dict[str, str]()
-        while left:
-            refs = tuple(KernelRef(c.name, str(self._folder), c.name) for c in left)
-            case = CaseSpec(attention, problem, refs)
-            spec = BenchSpec(cases=(case,), peers=tuple(peers), rounds=rounds, sustained=False, seed=self._seed)
-            at = [""]
+        self, attention: Attention, work: Sequence[Work], peers: Sequence[str], rounds: int, heard: Heard
+    ) -> list[Measurement]:
+        found: list[Measurement] = []
+        dead: dict[str, tuple[int, str]] = {}  # candidate that ended a run → number of the problem, reason
+        while len(found) < len(work):
+            begin = len(found)
+            at: tuple[int, str] = (begin, "")
 
-            def on_function(_: int, name: str, at: list[str] = at) -> None:
-                at[0] = name
+            def on_function(case: int, name: str, begin: int = begin) -> None:
+                nonlocal at
+                at = (begin + case, name)
                 heard(name)
 
+            def on_case(case: CaseResult) -> None:
+                found.append(_measurement(case, {n: why for n, (i, why) in dead.items() if i == len(found)}))
+
+            spec = BenchSpec(
+                cases=tuple(self._case(attention, w, dead) for w in work[begin:]),
+                peers=tuple(peers),
+                rounds=rounds,
+                sustained=False,
+                seed=self._seed,
+            )
             try:
-                result = run_watched(spec, on_function=on_function, bundles=self._bundles)
+                run_watched(spec, on_case, on_function, self._bundles)
             except LaunchError as e:
-                culprit = next((c for c in left if c.name == at[0]), None)
-                if culprit is None:
+                number, name = at
+                if name in dead or name not in {c.name for w in work for c in w.candidates}:
                     raise
-                failed[culprit.name] = str(e)
-                left.remove(culprit)
-                continue
-            rates: dict[str, Interval] = {}
-            beside: dict[str, Interval] = {}
-            compilers = set()
-            for row in result.cases[0].rows:
-                if row.burst is not None:
-                    (beside if row.kind == "peer" else rates)[row.function] = row.burst.tflops
-                elif row.kind == "schedule":
-                    failed[row.function] = f"{row.outcome}: {row.reason}"
-                compilers |= {row.compiler} - {None}
-            return Measurement(rates, beside, failed, result.machine.driver, ", ".join(sorted(filter(None, compilers))) or None)
-        return Measurement({}, {}, failed, None, None)
+                dead[name] = (number, str(e))
+        return found
+
+    def _case(self, attention: Attention, work: Work, dead: Mapping[str, Any]) -> CaseSpec:
+        refs = (KernelRef(c.name, str(self._folder), c.name) for c in work.candidates if c.name not in dead)
+        return CaseSpec(attention, work.problem, tuple(refs))
+
+
+def _measurement(case: CaseResult, dead: Mapping[str, str]) -> Measurement:
+    ours = [row for row in case.rows if row.kind == "schedule"]
+    compilers = sorted({row.compiler for row in ours if row.compiler})
+    return Measurement(
+        rates={row.function: row.burst.tflops for row in ours if row.burst},
+        peers={row.function: row.burst.tflops for row in case.rows if row.kind == "peer" and row.burst},
+        failed={row.function: f"{row.outcome}: {row.reason}" for row in ours if not row.burst} | dict(dead),
+        compiler=", ".join(compilers) or None,
+    )
 
 
 # prepared elsewhere -------------------------------------------------------------------------------------------------------

@@ -22,7 +22,11 @@ WGMMA_AXES: dict[int, dict[str, tuple[Any, ...]]] = {
 }
 """By head_dim, for 16-bit types. Larger blocks need more registers, of which each consumer has the fewer the more there are."""
 E4M3_TILE_KV: dict[int, tuple[int, ...]] = {64: (96, 128, 160, 192), 128: (128, 160, 192, 224), 256: (64, 96, 128)}
-SOFTMAX_AXES: dict[str, tuple[Any, ...]] = {"overlap": ("within", "both"), "reference": ("running", "stale")}
+SOFTMAX_AXES: dict[str, tuple[Any, ...]] = {
+    "overlap": ("within", "both"),
+    "reference": ("running", "stale"),
+    "fuse_tiles": (False, True),
+}
 MMA_SYNC_AXES: dict[str, tuple[Any, ...]] = {
     "tile_q": (64, 128),
     "warps": (4, 8),
@@ -70,15 +74,16 @@ def enumerate_space(
     found = [s.replace(tile_q=64 * s.consumers) if follows and s.consumers else s for s in found]
     unique = tuple(dict.fromkeys([*found, *also]))
     illegal: Counter[str] = Counter()
-    legal = []
+    legal: list[Schedule] = []
+    first = ""
     for schedule in unique:
         try:
             check(attention, schedule)
         except ScheduleError as e:
             illegal.update(set(e.codes))
+            first = first or str(e.violations[0])
         else:
             legal.append(schedule)
     if not legal:
-        rules = ", ".join(f"{code} ({n})" for code, n in illegal.most_common())
-        raise InputError("tune", f"none of {len(unique)} schedules is legal for {attention.label}; rules broken: {rules}")
+        raise InputError("tune", f"none of {len(unique)} schedules is legal for {attention.label}; the given one itself: {first}")
     return Space(attention, tuple(legal), len(unique), dict(illegal.most_common()))

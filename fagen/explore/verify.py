@@ -109,7 +109,7 @@ def _tensor_core(torch: Any, attention: Attention, a: Any, b: Any) -> Any:
     total = torch.zeros(a.shape[0], b.shape[1], device=a.device)
     for k in range(0, a.shape[1], E4M3_DEPTH):
         total += a[:, k : k + E4M3_DEPTH] @ b[k : k + E4M3_DEPTH]
-        total.view(torch.int32).bitwise_and_(-1 << (24 - E4M3_SUM_BITS))
+        total.view(torch.int32).bitwise_and_(-1 << (23 - E4M3_SUM_BITS))
     return total
 
 

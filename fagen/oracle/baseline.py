@@ -38,7 +38,9 @@ def baseline_rows(
     lse = np.full((problem.batch, problem.hq, len(index)), -np.inf, np.float32)
     with np.errstate(invalid="ignore", divide="ignore"):
         for block in row_blocks(attention, problem, q, k, v, index, np.float32, scales):
-            s = tensor_core(block.q.reshape(-1, attention.head_dim), block.k.T, attention.dtype).reshape(*block.q.shape[:2], -1)
+            s = tensor_core(block.q.reshape(-1, attention.head_dim), block.k.T, attention.dtype, terms=True).reshape(
+                *block.q.shape[:2], -1
+            )
             s *= np.float32(block.score_scale)
             if block.visible is not None:
                 np.copyto(s, np.float32(-np.inf), where=~block.visible)

@@ -12,20 +12,24 @@ from ..target import Target, target
 from . import barriers, ladder, memory, registers, rules
 from .expr import Expr, as_expr, maximum, sym
 from .kernel import DESCALES, KernelPlan, Param, Plan, TensorMapRecipe, Workspace
+from .proof import prove
 from .roles.mma_sync import MmaSync
 from .roles.wgmma import Wgmma
 from .steps import DTYPE_BYTES, Gmem, MBar, NBar, Role, Smem, number
 from .tiles import BATCH, HKV, HQ, SK, SQ, TILE_STAGES, Tiles
 
 
-@lru_cache(maxsize=512)
 def plan(attention: Attention, schedule: Schedule, *, debug: bool = False) -> Plan:
     """The plan of a legal pair; a ScheduleError names what is illegal. `debug`: waits are bounded and name what hung (`--debug`).
 
     A legal plan whose synchronisation cannot be proven is a fault of ours: InternalError with the interleaving that fails.
     """
-    from .proof import prove
+    rules.check(attention, schedule)  # before the cache, which takes True for 1 and cannot hash a list
+    return _proven(attention, schedule, debug)
 
+
+@lru_cache(maxsize=512)
+def _proven(attention: Attention, schedule: Schedule, debug: bool) -> Plan:
     p = assemble(attention, schedule, debug=debug)
     for kernel in p.kernels:
         result = prove(kernel, attention, schedule)

@@ -38,7 +38,9 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
     if s.roles == "uniform":
         return (32 + 28 * _one_slot(s) if beside_product else 24) + 2 * wide
     if attention.dtype == "e4m3" or s.reference == "stale":
-        return 24
+        tight = attention.dtype == "e4m3" or attention.dv > 128
+        decode = attention.causal and s.reference == "stale"
+        return 24 + 8 * (s.fuse_tiles and attention.dtype == "e4m3") + 10 * (decode and tight)
     if s.overlap == "pingpong" and attention.dv > 128:
         beside_product = True
     base = 32 if beside_product else 28 if s.overlap == "pingpong" else 16
@@ -133,7 +135,8 @@ def producer_needs(attention: Attention, schedule: Schedule) -> int:
     """Registers of the thread that issues the loads, at least: as found by compiling, where a producer that claims tiles spilled at 24."""
     unequal = schedule.stages_k != schedule.stages_v
     wants_more = schedule.parallelism == "persistent_dynamic" and _one_slot(schedule) and (unequal or attention.dv > 128)
-    return 32 if wants_more else 24
+    joins = schedule.fuse_tiles and attention.causal  # the decode of a masked tile that has at least one block
+    return 32 if wants_more or joins else 24
 
 
 def _one_slot(schedule: Schedule) -> bool:

@@ -603,8 +603,10 @@ class StaleSoftmax(Step):
     e = 2^(s·scale − m + offset) rounded to e's dtype, in P's layout; part = the thread's own part of their row sums; s stays.
 
     `fits` is true in threads whose values are all in range: the sum (of positive numbers) is below `limit`, or for e4m3 no byte
-    is saturated. NaN and infinities do not fit, so a row without a reference goes to the exact step by itself."""
+    is saturated. NaN and infinities do not fit, so a row without a reference goes to the exact step by itself. Where `calm` is
+    false (see Calm) nothing is computed, and nothing fits."""
 
+    calm: str
     e: str
     s: str
     m: str
@@ -613,6 +615,18 @@ class StaleSoftmax(Step):
     scale_log2: float
     scale: str | None = None
     offset: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calm(Step):
+    """Whether a warp's references are worth trying: `var` = in the exact step that left `alpha`, no row's maximum grew by more than a
+    stale reference bears (alpha ≥ `least`); without `alpha` it is declared, or set anew, as true. Where block after block needs the
+    exact step, one softmax is computed instead of two."""
+
+    var: str
+    alpha: str | None = None
+    least: float = 1.0
+    declare: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

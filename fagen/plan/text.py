@@ -40,7 +40,7 @@ from .steps import (
     step_fields,
 )
 
-SILENT = ("Let", "Var", "Set", "Advance", "Limits", "Fill", "Hold")  # bookkeeping that would hide the shape of the loop
+SILENT = ("Let", "Var", "Set", "Advance", "Limits", "Fill", "Hold", "Calm")  # bookkeeping that would hide the shape of the loop
 
 
 def loop_nest(kernel: KernelPlan) -> list[str]:

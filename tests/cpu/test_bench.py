@@ -10,16 +10,19 @@ import types
 from contextlib import contextmanager
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fagen
-from fagen import Attention, InputError, LaunchError, driver
+from fagen import Attention, InputError, LaunchError, driver, tuned
 from fagen.cli import bench as cli_bench
-from fagen.cli import common
+from fagen.cli import common, needed
+from fagen.cli import run as run_cli
 from fagen.compile import write_built
-from fagen.explore import bench, bench_lab, bench_watch, peers, timing
+from fagen.explore import bench, bench_inputs, bench_lab, bench_watch, peers, timing
+from fagen.explore.ablation import ABLATIONS, ablations
 from fagen.explore.bench_result import (
     BenchResult,
     BenchSpec,
@@ -31,7 +34,9 @@ from fagen.explore.bench_result import (
     Prediction,
     Row,
 )
+from fagen.explore.summary import summaries
 from fagen.explore.timing import GraphTask, Interval, Reading, Sample, TorchClock
+from fagen.oracle import cast
 from fagen.plan.kernel import Problem
 
 HD128 = Attention(head_dim=128)
@@ -412,7 +417,7 @@ def test_ceilings():
 def a_result(**changes) -> BenchResult:
     spec = a_spec(sustained=True)
     machine = Machine("NVIDIA H200", "9.0", 132, 1 << 37, "580.1", 700.0, None, "NVML")
-    about = (2, "2026-01-02T03:04:05+00:00", 1.5, machine, {"torch": "2.11"}, bench.METHOD)
+    about = (bench.SCHEMA, "2026-01-02T03:04:05+00:00", 1.5, machine, {"torch": "2.11"}, bench.METHOD)
     return replace(BenchResult(*about, 6, 7, LOADED, (a_case(spec, ceilings=LOADED),)), **changes)
 
 
@@ -438,6 +443,46 @@ def test_json_that_does_not_fit_names_the_member(change, message):
     change(data)
     with pytest.raises(InputError, match=message):
         BenchResult.from_dict(data)
+
+
+def test_results_of_an_older_version_lack_what_has_a_default():
+    result = a_result()
+    data = result.to_dict()
+    del data["inputs"], data["cases"][0]["rows"][0]["about"]
+    assert BenchResult.from_dict(data) == result
+
+
+def with_ratio(case: CaseResult, ratio: float, **changes) -> CaseResult:
+    """The case with another ratio of its first row, in a burst and, twice as good, under load."""
+
+    def timed(t, factor):
+        return replace(t, ratio=Interval(factor * ratio, 0.0, 9.0, 0.97), gemm_share=0.5)
+
+    first, *rest = case.rows
+    first = replace(first, burst=timed(first.burst, 1), sustained=timed(first.sustained, 2))
+    return replace(case, rows=(first, *rest), **changes)
+
+
+def test_summary_of_many_cases():
+    (case,) = a_result().cases
+    hd64 = replace(CAUSAL, head_dim=64)
+    parts = [
+        with_ratio(case, 2.0),
+        with_ratio(case, 0.5, problem=Problem(2, 512, 512, 16, 16)),
+        with_ratio(case, 4.0, attention=hd64),
+        with_ratio(case, 2.0, attention=hd64, problem=Problem(2, 512, 512, 16, 16)),
+    ]
+    found = summaries(a_result(cases=tuple(parts)))
+    assert [(s.function, s.load, s.group) for s in found] == [
+        ("fa3", load, group) for load in ("burst", "sustained") for group in ("hd128 bf16 causal", "hd64 bf16 causal", "all bf16")
+    ]
+    hd128, hd64_, whole, *_, loaded = found
+    assert (hd128.cases, hd128.below, hd128.least, hd128.where) == (2, 1, 0.5, "2,16,16,512,512")
+    assert hd128.mean == pytest.approx(1.0) and hd64_.mean == pytest.approx(8**0.5)
+    assert (whole.cases, whole.least, whole.where) == (4, 0.5, "hd128 bf16 causal 2,16,16,512,512")
+    assert whole.mean == pytest.approx(8**0.25) and loaded.mean == pytest.approx(2 * 8**0.25)
+    assert whole.gemm_share == pytest.approx(0.5)
+    assert summaries(a_result()) == (), "one case says it all itself"
 
 
 def test_json_that_is_none():
@@ -693,6 +738,46 @@ def test_a_kernel_that_hangs_leaves_a_bundle(watched, kernel_folder, tmp_path):
     assert len(list(tmp_path.iterdir())) == 1, "no bundle for what is not ours"
 
 
+class HalfArray:
+    """A tensor of float32 values that stand for those of a 16-bit type, with as much of torch as inputs are made with."""
+
+    device = "cpu"
+
+    def __init__(self, x, dtype):
+        self.x, self.dtype = x, dtype
+
+    @classmethod
+    def make(cls, shape, dtype, seed):
+        return cls(cast(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype).astype(np.float32), dtype)
+
+    def to(self, dtype):
+        return HalfArray(self.x if dtype == "fp32" else cast(self.x, dtype).astype(np.float32), dtype)
+
+    def float(self):
+        return self.to("fp32")
+
+    def __setitem__(self, at, value):
+        self.x[at] = value.x if isinstance(value, HalfArray) else value
+
+    def __getitem__(self, at):
+        return HalfArray(self.x[at], self.dtype)
+
+    def __sub__(self, other):
+        return HalfArray(self.x - getattr(other, "x", other), self.dtype)
+
+    def __rsub__(self, other):
+        return HalfArray(other - self.x, self.dtype)
+
+    def __mul__(self, factor):
+        return HalfArray((self.x * factor).astype(np.float32), self.dtype)
+
+    def __lt__(self, other):
+        return HalfArray(self.x < other, "bool")
+
+
+NumpyTorch = types.SimpleNamespace(float32="fp32", arange=lambda n, device, dtype: HalfArray(np.arange(n, dtype=np.float32), dtype))
+
+
 # the command --------------------------------------------------------------------------------------------------------------
 
 
@@ -722,6 +807,8 @@ def lab(monkeypatch):
         (["fa3", "--vs", "fa4"], "--vs: no peer 'fa4'"),
         (["fa3", "--grid", "decode"], "decode needs KV splits"),
         (["fa3", "--shape", "1,2,3"], "--shape: '1,2,3' is not B,HQ,HKV,SQ,SK"),
+        (["fa3", "--inputs", "sinks"], "--inputs: no inputs 'sinks'; there are normal, sink, growing"),
+        (["fa3_fp8", "--inputs", "growing"], "--inputs: growing scores need more range than e4m3 has"),
         (["fa33"], "did you mean fa3"),
         (["fa3", "--set", "mask=full", "--causal"], "--causal: given beside --set mask"),
         (["fa3", "--output", "/nowhere/at/all.json"], "--output: there is no folder /nowhere/at"),
@@ -760,27 +847,150 @@ def test_no_torch_is_one_line(monkeypatch):
     assert "\n" not in str(e.value)
 
 
+def kernels(*schedules, settings=(), causal=None, grid=None, shapes=(), ablate=False):
+    return needed.needed(schedules, settings, causal, grid, shapes, ablate)
+
+
 def test_the_paper_grid_takes_what_the_options_leave_open():
-    everything = cli_bench.selected(["fa3", "fa2"], [], None, "paper")
-    assert len(everything) == 12
+    everything = kernels("fa3", "fa2", grid="paper")
+    assert len(everything) == 12 and all(len(n.problems) == 6 for n in everything)
     wanted = {(d, m) for d in (64, 128, 256) for m in ("full", "causal")}
-    assert {(i.attention.head_dim, i.attention.mask) for i in everything} == wanted
-    narrowed = cli_bench.selected(["fa3"], ["head_dim=64", "dtype=fp16"], True, "paper")
-    assert [(i.attention.label, cli_bench.label(i)) for i in narrowed] == [("hd64 fp16 causal", "fa3")]
-    assert [i.attention.mask for i in cli_bench.selected(["fa3"], ["mask=causal"], None, "ladder")] == ["causal"]
-    assert [i.attention.mask for i in cli_bench.selected(["fa3"], [], None, "ladder")] == ["full", "causal"]
-    assert [i.attention.mask for i in cli_bench.selected(["fa3"], [], None, None)] == [fagen.load("fa3").attention.mask]
+    assert {(n.item.attention.head_dim, n.item.attention.mask) for n in everything} == wanted
+    narrowed = kernels("fa3", settings=["head_dim=64", "dtype=fp16"], causal=True, grid="paper")
+    assert [(n.item.attention.label, n.label) for n in narrowed] == [("hd64 fp16 causal", "fa3")]
+    assert [n.item.attention.mask for n in kernels("fa3", settings=["mask=causal"], grid="ladder")] == ["causal"]
+    assert [n.item.attention.mask for n in kernels("fa3", grid="ladder")] == ["full", "causal"]
+    assert [n.item.attention.mask for n in kernels("fa3")] == [fagen.load("fa3").attention.mask]
 
 
 def test_a_changed_schedule_shows_its_id():
-    (item,) = cli_bench.selected(["fa3"], ["tile_kv=128"], None, None)
-    assert cli_bench.label(item) == f"fa3.{item.schedule.id}"
+    (kernel,) = kernels("fa3", settings=["tile_kv=128"])
+    assert kernel.label == f"fa3.{kernel.item.schedule.id}"
 
 
 def test_shapes_and_grids_add_up():
-    assert cli_bench.problems_of(HD128, None, []) == (bench.one_problem(128),)
-    assert cli_bench.problems_of(HD128, None, ["2,8,2,100,200", "2,8,2,100,200"]) == (Problem(2, 100, 200, 8, 2),)
-    assert len(cli_bench.problems_of(HD128, "paper", ["2,8,2,100,200"])) == 7
+    assert needed.problems_of(HD128, None, []) == (bench.one_problem(128),)
+    assert needed.problems_of(HD128, None, ["2,8,2,100,200", "2,8,2,100,200"]) == (Problem(2, 100, 200, 8, 2),)
+    assert len(needed.problems_of(HD128, "paper", ["2,8,2,100,200"])) == 7
+
+
+# the tuned table, and ablations -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_tuned_on_the_paper_grid_is_36_cases_of_one_row(dtype):
+    found = kernels("tuned", settings=[f"dtype={dtype}"], grid="paper")
+    specs = needed.cases(found, [("/k", n.item.name) for n in found])
+    assert len(specs) == 36 and {c.attention.dtype for c in specs} == {dtype}
+    by_length = [c.problem.sq for c in specs if c.attention.label == f"hd64 {dtype} causal"]
+    assert by_length == [512, 1024, 2048, 4096, 8192, 16384], "in the order of the grid"
+    for case, kernel in zip(specs, found):
+        choice = tuned.choose(case.attention, case.problem)
+        (ref,) = case.kernels
+        assert kernel.item.schedule == choice.schedule and ref.label == "tuned"
+        assert ref.about.endswith(choice.why) and choice.schedule.id in ref.about
+    items = needed.distinct(found)
+    assert len(items) < 30 and len({i.name for i in items}) == len(items), "each schedule once"
+    assert {(i.attention, i.schedule) for i in items} == {(n.item.attention, n.item.schedule) for n in found}
+
+
+def test_tuned_stands_among_others_in_the_order_of_the_command_line():
+    specs = needed.cases(
+        found := kernels("fa2", "tuned", "fa3", settings=["head_dim=64"], grid="paper"), [("/k", "f")] * len(found)
+    )
+    assert len(specs) == 12 and all([r.label for r in c.kernels] == ["fa2", "tuned", "fa3"] for c in specs)
+
+
+def test_knobs_change_what_the_table_has():
+    (kernel,) = kernels("tuned", settings=["overlap=within", "head_dim=128"])
+    choice = tuned.choose(kernel.item.attention, kernel.problems[0])
+    assert kernel.item.schedule == choice.schedule.replace(overlap="within")
+    assert kernel.label == f"tuned.{kernel.item.schedule.id}"
+
+
+def test_ablations_remove_one_thing_each():
+    whole = fagen.load("fa3").schedule.replace(tile_kv=128, reference="stale", fuse_tiles=True)
+    found = {a.name: a for a in ablations(HD128, whole)}
+    assert list(found) == list(ABLATIONS)
+    changed = {name: {k: new for k, (_, new) in whole.diff(a.schedule).items()} for name, a in found.items()}
+    assert changed["no ping-pong"] == {"overlap": "within"}
+    assert changed["no own overlap"] == {"overlap": "pingpong", "reference": "running", "fuse_tiles": False}
+    assert changed["no overlap"] == {"overlap": "none", "reference": "running", "fuse_tiles": False}
+    assert changed["no specialised warps"] == {"roles": "uniform", "overlap": "within", "fuse_tiles": False}
+    assert changed["running maximum"] == {"reference": "running", "fuse_tiles": False}
+    assert changed["tiles not fused"] == {"fuse_tiles": False}
+    assert found["no ping-pong"].changed == "overlap=within"
+    for a in found.values():
+        tuned.check(HD128, a.schedule)
+
+
+def test_ablations_of_what_a_schedule_has_not():
+    within = fagen.load("fa3", head_dim=64).schedule.replace(overlap="within", reference="running")
+    assert [a.name for a in ablations(Attention(head_dim=64), within)] == ["no own overlap", "no specialised warps"]
+    assert ablations(HD128, fagen.load("fa2").schedule) == ()
+
+
+def test_an_ablation_takes_the_blocks_that_fit():
+    attention, schedule = fagen.load("fa3", head_dim=256, reference="stale")
+    uniform = next(a for a in ablations(attention, schedule) if a.name == "no specialised warps")
+    assert uniform.schedule.tile_kv < schedule.tile_kv and f"tile_kv={uniform.schedule.tile_kv}" in uniform.changed
+    tuned.check(attention, uniform.schedule)
+    with pytest.raises(fagen.ScheduleError):
+        tuned.check(attention, uniform.schedule.replace(tile_kv=uniform.schedule.tile_kv + 16))
+
+
+def test_ablations_are_rows_of_one_case():
+    found = kernels("fa3", ablate=True)
+    (case,) = needed.cases(found, [("/k", n.item.name) for n in found])
+    assert [r.label for r in case.kernels] == ["fa3"] + [f"fa3, {n}" for n in list(ABLATIONS)[:4]]
+    assert case.kernels[1].about == "fa3 with overlap=within" and len({r.file for r in case.kernels}) == 5
+    assert all(common.planned(n.item) for n in found[1:2])
+
+
+def test_build_writes_what_bench_takes(lab, tmp_path):
+    options = ["tuned", "--set", "head_dim=64", "--shape", "1,2,2,100,100", "--shape", "16,32,32,1024,1024"]
+    assert run_cli(["build", *options, "--causal", "-o", str(tmp_path)]) == 0
+    assert run_cli(["build", "tuned", "--variants", "-o", str(tmp_path)]) == 2
+    run(*options, "--causal", "--from", str(tmp_path))
+    (spec,) = lab.specs
+    assert len(spec.cases) == 2 and all((tmp_path / f"{r.file}.cubin").exists() for c in spec.cases for r in c.kernels)
+
+
+# inputs -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("attention", "problem", "block", "message"),
+    [
+        (Attention(head_dim=64, dtype="e4m3"), Problem(1, 64, 64, 1, 1), 64, "more range than e4m3"),
+        (Attention(head_dim=64, dtype="fp16"), Problem(1, 64, 1 << 20, 1, 1), 64, "1048576 keys exceed the range of fp16"),
+    ],
+)
+def test_growing_scores_need_range(attention, problem, block, message):
+    with pytest.raises(InputError, match=message):
+        bench_inputs.check_inputs("growing", attention, problem, block)
+    bench_inputs.check_inputs("sink", attention, problem, block)
+    bench_inputs.check_inputs("growing", Attention(head_dim=64), problem, block)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("kind", bench_inputs.KINDS)
+def test_inputs_have_the_pattern_that_they_are_named_for(kind, dtype, monkeypatch):
+    """On a torch of NumPy: `half` rounds as the type does."""
+    attention, problem, block = Attention(head_dim=128, dtype=dtype), Problem(1, 8, 4096, 2, 1), 128
+    monkeypatch.setattr(bench_inputs, "normal", lambda torch, shape, dtype, seed: HalfArray.make(shape, dtype, seed))
+    q, k, v = bench_inputs.make_inputs(NumpyTorch, attention, problem, kind, 3, block)
+    assert q.x.shape == (1, 8, 2, 128) and k.x.shape == v.x.shape == (1, 4096, 1, 128)
+    scores = np.einsum("bqhd,bkd->bhqk", q.x, k.x[:, :, 0]) * attention.softmax_scale
+    if kind == "normal":
+        assert abs(scores.std() - 1) < 0.1
+    elif kind == "sink":
+        rest = scores[..., 4:]
+        assert abs((scores[..., :4].mean() - rest.mean()) - 8) < 1 and abs(rest.std() - 1) < 0.1
+    else:
+        tops = scores.reshape(1, 2, 8, -1, block).max(axis=-1) / np.log(2)
+        growth = -np.diff(tops, axis=-1)
+        assert growth.min() > 20 and abs(growth.mean() - 30) < 0.5, "every block, towards key 0"
 
 
 @pytest.mark.parametrize(("text", "names"), [("none", ()), ("fa3", ("fa3",)), ("fa3, cudnn,fa3", ("fa3", "cudnn"))])
@@ -794,8 +1004,8 @@ def test_schedules_of_one_attention_share_a_case(kernel_folder, lab):
     (case,) = spec.cases
     assert case.kernels == (KernelRef("fa3", str(kernel_folder), "fa3.hd64-bf16-causal"),)
     assert spec.rounds == 3 and spec.peers == ("cudnn", "fa2", "fa3") and case.attention.mask == "causal"
-    items = [i for name in ("fa2", "fa3") for i in common.select([name], ["head_dim=64"])]
-    grouped = cli_bench.cases(items, [bench.grid_problems("paper", 64)] * 2, [("d", "a"), ("d", "b")])
+    found = kernels("fa2", "fa3", settings=["head_dim=64", "mask=full"], grid="paper")
+    grouped = needed.cases(found, [("d", "a"), ("d", "b")])
     assert len(grouped) == 6 and all([k.label for k in c.kernels] == ["fa2", "fa3"] for c in grouped)
 
 
@@ -828,7 +1038,23 @@ def test_the_report_prints_losing_absent_and_wrong_rows(lab, kernel_folder, caps
     assert "wrong on hd128 bf16 causal: wrong: out[0] is 1 where the reference has 2" in text
     assert "halved for a causal mask" in text and "800 TFLOP/s, 4.00 TB/s" in text and "NVIDIA H200" in text
     assert max(map(len, text.splitlines())) <= 200 and "measuring" in progress
+    assert "geometric mean" not in text, "one case needs none"
     rows = tuple(r for r in lab.result.cases[0].rows if not r.bad)
     lab.result = replace(lab.result, cases=(replace(lab.result.cases[0], rows=rows),))
     assert run(*common_options, "--json") == 0, "losing is no failure"
     assert BenchResult.from_json(capsys.readouterr().out) == lab.result
+
+
+def test_the_report_of_a_grid_ends_with_its_means(lab, kernel_folder, capsys):
+    (case,) = lab.result.cases
+    rows = tuple(replace(r, about="fa3 with tile_kv=96, 1234abcd: the reason") for r in case.rows if not r.bad)
+    case = replace(case, rows=(rows[0], *(replace(r, about="") for r in rows[1:])))
+    other = replace(case, problem=Problem(2, 512, 512, 16, 16))
+    lab.result = replace(lab.result, cases=(with_ratio(case, 0.9), with_ratio(other, 1.6)))
+    assert run("fa3", "--set", "head_dim=64", "--full", "--from", str(kernel_folder), "--inputs", "sink") == 0
+    text = capsys.readouterr().out
+    assert "schedules:\n  fa3: fa3 with tile_kv=96, 1234abcd: the reason\n" in text
+    end = text[text.index("geometric mean") :]
+    (burst,) = (line.split() for line in end.splitlines() if "burst" in line)
+    assert burst[:2] == ["fa3", "burst"] and burst[-6:] == ["2", "1.200", "0.900", "1", "50", "1,16,16,1024,1024"]
+    assert "sustained" in end and lab.specs[0].inputs == "sink"

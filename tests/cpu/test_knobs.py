@@ -48,6 +48,8 @@ FA3_2: Pair = (FA3[0], FA3[1].replace(tile_q=128, consumers=2, tile_kv=64))
 """Two consumers at head_dim 64."""
 UNIFORM: Changes = {"roles": "uniform", "overlap": "none", "tile_kv": 64}
 
+STALE: Changes = {"reference": "stale", "tile_kv": 64}
+
 
 def consumers(n: int) -> Changes:
     return {"consumers": n, "tile_q": 64 * n, "tile_kv": 32, "overlap": "both" if n > 1 else "within"}
@@ -97,6 +99,7 @@ ACCEPTED: dict[str, list[tuple[object, Pair, Changes]]] = {
     "p_operand": [("registers", FA2, {}), ("registers", FA3, {})],
     "stages": [(n, base, {"tile_kv": 64}) for n in (1, 2, 3, 4, (1, 2), (2, 1), (1, 4), (3, 2)) for base in (FA2, FA3, (FA3[0], FA3[1].replace(**UNIFORM)))],
     "overlap": [*((o, FA3, {}) for o in ("none", "within", "pingpong", "both")), *((o, FA3, {**UNIFORM, "overlap": o}) for o in ("none", "within")), ("none", FA2, {})],
+    "fuse_tiles": [(False, FA3, {}), (False, FA2, {}), *((True, FA3, {**STALE, "overlap": o, "parallelism": p}) for o in ("within", "both") for p in ("persistent_static", "persistent_dynamic"))],
     "softmax": [("fused", FA3, {})],
     "normalise": [("once", FA3, {})],
     "reference": [("running", FA3, {}), ("running", FA2, {}), *(("stale", base, {"overlap": o, "tile_kv": 64}) for base in (FA3, FP8) for o in ("within", "both"))],
@@ -130,6 +133,7 @@ EFFECT: dict[str, list[tuple[Pair, Changes, Changes]]] = {
     "stages": [(base, {"tile_kv": 64, "stages": a}, {"tile_kv": 64, "stages": b}) for base in (FA2, FA3) for a, b in ((1, 2), (2, 3), (3, 4), (2, (2, 1)), ((1, 2), (2, 1)))],
     "overlap": [(FA3, {"overlap": a}, {"overlap": b}) for a, b in (("none", "within"), ("within", "pingpong"), ("pingpong", "both"), ("none", "pingpong"), ("within", "both"))]
     + [(FA3, UNIFORM, {**UNIFORM, "overlap": "within"})],
+    "fuse_tiles": [(FA3, STALE, {**STALE, "fuse_tiles": True})],
     "reference": [(base, {"tile_kv": 64}, {"tile_kv": 64, "reference": "stale"}) for base in (FA3, FP8)],
     "v_transposed": [(FP8, {"v_transposed": False}, {"v_transposed": True})],
 }  # fmt: skip

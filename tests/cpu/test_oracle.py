@@ -122,9 +122,13 @@ def test_baseline_errs_as_its_types_round(dtype, low, high):
 def test_sums_of_e4m3_are_cut_after_every_product_of_the_tensor_core():
     a = np.ones((1, 64), np.float32)
     b = np.ones((64, 1), np.float32)
-    a[0, 0], b[40] = 4096.0, 0.75  # 4096 + 31 needs 13 bits, and 32 products later there is nothing left below 1
-    assert tensor_core(a, b, "bf16")[0, 0] == 4096 + 31 + 31 + 0.75
-    assert tensor_core(a, b, "e4m3")[0, 0] == 4096 + 31 + 31
+    a[0, 0], b[1], b[40] = 8192.0, 0.75, 0.75  # beside 8192 = 2^13 nothing below 1 is kept
+    assert tensor_core(a, b, "bf16")[0, 0] == 8192 + 30 + 31 + 1.5
+    assert tensor_core(a, b, "e4m3")[0, 0] == 8192 + 30 + 31, "of every sum"
+    assert tensor_core(a, b, "e4m3", terms=True)[0, 0] == 8192 + 30 + 31, "of every term"
+    b[2] = 0.75
+    assert tensor_core(a, b, "e4m3")[0, 0] == 8192 + 30 + 31, "0.75 + 0.75 is added up before the sum is cut"
+    assert tensor_core(a, b, "e4m3", terms=True)[0, 0] == 8192 + 29 + 31, "each 0.75 is cut"
 
 
 def test_baseline_of_e4m3_scales_p_before_rounding():

@@ -67,7 +67,7 @@ def test_the_random_schedules_differ_and_so_does_their_code() -> None:
         by_code.setdefault((schedule.arch, code), set()).add(meaning(attention, schedule))
     assert all(len(meanings) == 1 for meanings in by_code.values()), [m for m in by_code.values() if len(m) > 1]
     covered = {(s.mma, s.roles, s.overlap, s.parallelism, a.mask) for a, s in pairs}
-    assert len(covered) >= 40
+    assert len(covered) >= 36
 
 
 @pytest.mark.skipif(sass.nvdisasm() is None, reason=f"no nvdisasm: {sass.INSTALL}")

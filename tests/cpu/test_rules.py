@@ -114,6 +114,8 @@ MISTAKES: list[tuple[Pair, dict[str, Any], str, str, tuple[str, ...]]] = [
     (FA3, {"reference": "stale", "overlap": "pingpong"}, "reference", "reference", ("'pingpong'",)),
     (FP8, {"reference": "stale", "v_transposed": True, "tile_kv": 128}, "reference", "reference", ("'stale'", "transposed")),
     (FA2, {"reference": "stale"}, "reference", "reference", ("'stale'", "wgmma")),
+    (FA3, {"fuse_tiles": True}, "fuse-tiles", "fuse_tiles", ("reference='stale'",)),
+    (FA2, {"fuse_tiles": True}, "fuse-tiles", "fuse_tiles", ("wgmma",)),
     (FA2, {"dtype": "e4m3"}, "dtype", "dtype", ("e4m3", "mma_sync")),
     (FA3, {"v_transposed": True}, "v-transposed", "v_transposed", ("e4m3", "bf16")),
     (FP8, {"roles": "uniform", "overlap": "none", "stages": 1, "tile_kv": 64}, "v-transposed", "v_transposed", ("uniform", "transpose")),
@@ -121,7 +123,7 @@ MISTAKES: list[tuple[Pair, dict[str, Any], str, str, tuple[str, ...]]] = [
     # resources
     (FA3, {"tile_kv": 192, "stages": 3}, "smem", "tile_kv", ("328192", "232448", "3 K", "3 V")),
     (FA2, {"arch": "sm_80", "tile_kv": 144}, "smem", "tile_kv", ("180736", "166912", "2 K", "2 V")),
-    (FA3, {"registers": (24, 232), "stages": 1}, "registers", "registers", ("24", "32", "one slot")),
+    (FA3, {"registers": (24, 232), "stages": (2, 1)}, "registers", "registers", ("24", "32", "one slot")),
     (FP8, {"registers": (24, 232)}, "registers", "registers", ("24", "32", "transpose")),
     (FA3, {"registers": (56, 240)}, "register-pool", "registers", ("128·(56 + 2·240)", "68608", "64512")),
     (FA3, {"tile_kv": 16, "registers": (160, 152)}, "registers", "registers", ("152", "160")),

@@ -389,7 +389,16 @@ class Instance:
         self._put(e, rounded(p, e.dtype))
         # The GPU votes on each thread's share of two rows, the model on whole rows: near the limit they may part, both right.
         fits = np.abs(e.value) < E4M3_MAX if e.dtype == "e4m3" else part.value < STALE_LIMIT[e.dtype]
-        self.votes[step.fits] = fits.reshape(-1, 16 * fits.shape[1]).all(axis=1).repeat(16)
+        self.votes[step.fits] = _by_warp(fits) & self.votes[step.calm]
+
+    def calm(self, step: st.Calm) -> None:
+        rows = self.registers[next(iter(self.registers))].shape[0]
+        if step.alpha is None:
+            self.votes[step.var] = np.ones(rows, bool)
+        else:
+            assert self._rows is not None
+            steady = _by_warp(self.registers[step.alpha].value >= step.least)
+            self.votes[step.var] = np.where(self._rows, steady, self.votes[step.var])
 
     def add_sums(self, step: st.AddSums) -> None:
         l = self.registers[step.l]
@@ -414,6 +423,11 @@ class Instance:
         self._put(lse, np.where(blind, np.float32(-np.inf), (m.value - np.float32(step.offset)) * LN2 + np.log(l.value)))
 
 
+def _by_warp(rows: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """For each row, whether it holds for all that the 16 rows of its warp have."""
+    return rows.reshape(-1, 16 * rows.shape[1]).all(axis=1).repeat(16)
+
+
 @lru_cache(maxsize=256)
 def _share(shape: tuple[int, int], size: int, threads: int, warps: int, index: int) -> npt.NDArray[np.bool_]:
     """The elements of a tile of `size` bytes that instance `index` copies when a role's threads take 16-byte chunks in turn."""
@@ -429,7 +443,7 @@ _PRIVATE = frozenset(
         *ladder.PRIVATE,
         *(st.Let, st.Var, st.Set, st.Advance, st.CpCommit, st.StoreOut, st.StoreRow, st.Fill, st.Limits, st.Mask),
         *(st.OnlineSoftmax, st.Pack, st.Rescale, st.Finalise, st.LoadScale),
-        *(st.StaleSoftmax, st.AddSums, st.CopyRow, st.Hold, st.Move),
+        *(st.StaleSoftmax, st.AddSums, st.Calm, st.CopyRow, st.Hold, st.Move),
     )
 )
 """Steps that no other role can notice, so nobody needs to come in before them."""
@@ -467,6 +481,7 @@ _ACTIONS: dict[type[st.Step], Callable[[Instance, Any], Blocked | None]] = {
     st.StaleSoftmax: Instance.stale_softmax,
     st.AddSums: Instance.add_sums,
     st.CopyRow: Instance.move,
+    st.Calm: Instance.calm,
     st.Hold: lambda instance, step: None,
     st.Move: Instance.move,
     st.Pack: Instance.pack,

@@ -21,6 +21,7 @@ _USES: dict[type[S.Step], Callable[[Any], Uses]] = {
     S.OnlineSoftmax: lambda s: ((s.s,), (s.s, s.m, s.l)) if s.first else ((s.s, s.m, s.l), (s.s, s.m, s.l, s.alpha)),
     S.Pack: lambda s: ((s.s,), (s.p,)),
     S.StaleSoftmax: lambda s: ((s.s, s.m), (s.e, s.part)),
+    S.Calm: lambda s: (() if s.alpha is None else (s.alpha,), ()),
     S.Hold: lambda s: ((s.row,), ()),
     S.CopyRow: lambda s: ((s.src,), (s.dst,)),
     S.AddSums: lambda s: ((s.l, s.part), (s.l,)),
@@ -47,24 +48,28 @@ _ROW_PASS: dict[str, Callable[[str, str], Uses]] = {
     "max_sum": lambda m, l: ((), (m, l)),
     "exponentials": lambda m, l: ((m,), ()),
 }
-REGISTER_STEPS = (
-    *(
-        S.LoadScale,
-        S.Fill,
-        S.Limits,
-        S.Mask,
-        S.OnlineSoftmax,
-        S.StaleSoftmax,
-        S.AddSums,
-        S.Hold,
-        S.Move,
-        S.Pack,
-        S.Rescale,
-        S.Finalise,
-    ),
-    *(S.StoreOut, S.StoreRow),
-    *(S.SumRow, S.CopyRow, S.MulRow, S.Reciprocal, S.LogSumExp, S.StoreScores, S.RowPass),
+_LADDER_STEPS = (
+    *(S.SumRow, S.MulRow, S.Reciprocal, S.LogSumExp, S.StoreScores, S.RowPass),
     *(S.StoreAcc, S.LoadAcc, S.LoadRow),
+)
+REGISTER_STEPS = (
+    S.LoadScale,
+    S.Fill,
+    S.Limits,
+    S.Mask,
+    S.OnlineSoftmax,
+    S.StaleSoftmax,
+    S.AddSums,
+    S.Calm,
+    S.Hold,
+    S.CopyRow,
+    S.Move,
+    S.Pack,
+    S.Rescale,
+    S.Finalise,
+    S.StoreOut,
+    S.StoreRow,
+    *_LADDER_STEPS,
 )
 """Steps that touch registers and global memory only: outputs that no other thread reads before the kernel ends, and workspaces, of
 which `ladder` checks the order."""

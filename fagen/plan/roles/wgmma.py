@@ -20,6 +20,7 @@ from ..steps import (
     Advance,
     Arrive,
     Body,
+    Calm,
     CopyRow,
     Cursor,
     Elected,
@@ -53,6 +54,8 @@ from ..tiles import B, H, J, M, N, Tiles, W
 from .common import HEAD_KV, ROW0, epilogue, locate, p_offset, setup
 
 LAST = as_expr(0)
+CALM = {"bf16": 2.0**-8, "fp16": 2.0**-8, "e4m3": 2.0**-2}
+"""Growth of a row's maximum within a block, as alpha, that the next block's stale reference is likely to bear."""
 OLD = ("row0", "h", "b", "h_kv")
 """What the epilogue of a tile needs when the variables already speak of the next one."""
 
@@ -263,8 +266,10 @@ class Wgmma:
         blocks = self._blocks_in_order() if s.overlap == "none" else self._blocks_rotated()
         work = (*loads, Wait(bar="q_full", cursor="q"), *blocks)
         claim = (Elected(name="claim", body=self.tiles.claim("next")),) if self._is_uniform and t.dynamic else ()
+        calm = (Calm(var="calm", declare=True),) if s.reference == "stale" else ()
         return (
             *setup(t, 64),
+            *calm,
             If(name="tile", cond=N > 0, then=work),
             *claim,
             *epilogue(t),
@@ -277,6 +282,7 @@ class Wgmma:
         blocks = (*self._segments(N - 2, {m: self._block_stale(m) for m in (True, False)}, always_masked=t.attention.causal),)
         first = (
             *setup(t, 64, Var),
+            Calm(var="calm", declare=True),
             *(Var(var=f"old_{n}", value=sym(n)) for n in OLD),
             Wait(bar="q_full", cursor="q"),
             *self._first_block(),
@@ -284,6 +290,7 @@ class Wgmma:
         more = (*(Set(var=f"old_{n}", value=sym(n)) for n in OLD), *locate(t, 64, Set))
         done = MmaWait(pending=0, ready=("O", "P"))
         join = (
+            Calm(var="calm"),
             CopyRow(dst="m_old", src="m_ref"),
             CopyRow(dst="l_old", src="l_sum"),
             Wait(bar="q_full", cursor="q"),
@@ -400,11 +407,17 @@ class Wgmma:
         done = MmaWait(pending=0, ready=("O", "P"))
         mask = self._softmax(J, masked)[:-1]
         scale = {"scale_log2": exact.scale_log2, "scale": exact.scale, "offset": exact.offset}
-        stale = StaleSoftmax(e="E", s="S", m="m_ref", part="part", fits="fits", **scale)  # type: ignore[arg-type]
+        stale = StaleSoftmax(calm="calm", e="E", s="S", m="m_ref", part="part", fits="fits", **scale)  # type: ignore[arg-type]
         vote = Vote(
             name="exact",
             unless="fits",
-            then=(exact, Pack(p="E", s="S"), done, Rescale(o="O", alpha="alpha")),
+            then=(
+                exact,
+                Pack(p="E", s="S"),
+                done,
+                Rescale(o="O", alpha="alpha"),
+                Calm(var="calm", alpha="alpha", least=CALM[self.tiles.attention.dtype]),
+            ),
             orelse=(AddSums(l="l_sum", part="part"), done),
         )
         return (

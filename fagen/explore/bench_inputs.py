@@ -1,0 +1,86 @@
+"""Inputs of a bench, made on the GPU through torch: random ones, and two kinds that are unkind to an online softmax.
+
+normal   N(0, 1)
+sink     the first four keys score about 8 above the rest (natural units), as the first tokens of a language model do
+growing  scores grow by about 30 powers of two every block of keys in the order in which kernels walk them, from the last key to the first:
+         every block moves every row's maximum, and a stale maximum takes its exact path each time
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from ..attention import Attention
+from ..errors import InputError
+from ..interop.arrays import FRAMEWORK_NAMES
+from ..plan.kernel import Problem
+
+KINDS = {
+    "normal": "random normal",
+    "sink": "random normal, the first four keys about 8 above the rest",
+    "growing": "random normal plus scores that grow towards the first key by 30 powers of two every block of the shortest schedule",
+}
+"""Name → what it is, in words."""
+
+GROWTH = 30.0
+"""Powers of two a block: twice what the check of a stale maximum lets through."""
+SINK_KEYS, SINK_SCORE = 4, 8.0
+Q_VALUE = 8.0
+"""Of q in the columns that carry a pattern of scores; k has score / (Q_VALUE · scale) there."""
+LARGEST = {"bf16": 3.3e38, "fp16": 65504.0, "e4m3": 448.0}
+
+
+def check_inputs(kind: str, attention: Attention, problem: Problem, block: int | None = None) -> None:
+    """InputError for a kind that does not exist, or that the type has no room for (growing scores: known once the `block` of
+    keys is)."""
+    if kind not in KINDS:
+        raise InputError("--inputs", f"no inputs {kind!r}; there are {', '.join(KINDS)}")
+    if kind == "growing":
+        if attention.dtype == "e4m3":
+            raise InputError("--inputs", "growing scores need more range than e4m3 has; there are normal and sink")
+        largest = 0.0 if block is None else _per_unit(attention) * math.log(2) * GROWTH / block * problem.sk / 2
+        if largest > LARGEST[attention.dtype]:
+            raise InputError("--inputs", f"growing scores over {problem.sk} keys exceed the range of {attention.dtype}; use bf16")
+
+
+def make_inputs(torch: Any, attention: Attention, problem: Problem, kind: str, seed: int, block: int) -> tuple[Any, Any, Any]:
+    """q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, kv_heads, …) of the attention's dtype, the same for the same seed
+    on one GPU. `block`: keys over which growing scores gain `GROWTH` powers of two."""
+    check_inputs(kind, attention, problem, block)
+    p, a = problem, attention
+    shapes = ((p.batch, p.sq, p.hq, a.head_dim), (p.batch, p.sk, p.hkv, a.head_dim), (p.batch, p.sk, p.hkv, a.dv))
+    q, k, v = (normal(torch, shape, a.dtype, seed + i) for i, shape in enumerate(shapes))
+    for column, values in _pattern(torch, attention, problem, kind, block, k):
+        q[..., column] = Q_VALUE
+        k[..., column] = values[:, None].to(k.dtype)
+    return q, k, v
+
+
+def normal(torch: Any, shape: tuple[int, ...], dtype: str, seed: int) -> Any:
+    """A tensor N(0, 1) on the GPU."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    return torch.randn(shape, device="cuda", generator=generator).to(getattr(torch, FRAMEWORK_NAMES[dtype]))
+
+
+def _pattern(torch: Any, attention: Attention, problem: Problem, kind: str, block: int, like: Any) -> Iterator[tuple[int, Any]]:
+    """(column, its values in k by key, float32) of the pattern. Growing scores take two columns: the second holds what the first one
+    rounded away, so that they grow evenly. They are centred at 0 and stand last, where fewest additions follow: scores of thousands are
+    rounded where they are summed."""
+    if kind == "normal":
+        return
+    keys = torch.arange(problem.sk, device=like.device, dtype=torch.float32)
+    if kind == "sink":
+        yield 0, (keys < SINK_KEYS) * (SINK_SCORE * _per_unit(attention))
+        return
+    powers = ((problem.sk - 1) / 2 - keys) * (GROWTH / block)
+    values = powers * (math.log(2) * _per_unit(attention))
+    coarse = values.to(like.dtype).float()
+    yield attention.head_dim - 2, coarse
+    yield attention.head_dim - 1, values - coarse
+
+
+def _per_unit(attention: Attention) -> float:
+    """Of k in a pattern's column, for one natural unit of score."""
+    return 1.0 / (Q_VALUE * attention.softmax_scale)
