@@ -39,8 +39,26 @@ def builtin_names() -> tuple[str, ...]:
     return tuple(sorted(p.stem for p in resource_dir("schedules").glob("*.py")))
 
 
+def chain_names() -> tuple[str, ...]:
+    """Names of the schedules between two generations, "chain/FROM_to_TO_N_IDEA": each changes one idea of the one before it."""
+    return tuple(sorted(f"chain/{p.stem}" for p in (resource_dir("schedules") / "chain").glob("*.py")))
+
+
+def chain(first: str, last: str) -> tuple[str, ...]:
+    """The names from one built-in schedule to another, both included, in the order of the steps: chain("fa1", "fa2").
+
+    InputError: no chain leads from `first` to `last`."""
+    steps = tuple(n for n in chain_names() if n.startswith(f"chain/{first}_to_{last}_"))
+    if not steps:
+        ends = (n.removeprefix("chain/").split("_to_") for n in chain_names())
+        known = sorted({f"{a} → {b.split('_')[0]}" for a, b in ends})
+        raise InputError(f"{first} → {last}", f"no chain of schedules leads there; known: {', '.join(known)}")
+    return (first, *steps, last)
+
+
 def load(source: str | Path, **changes: Any) -> Loaded:
-    """The (attention, schedule) of a built-in name or of a path to a schedule file, with fields of either value changed.
+    """The (attention, schedule) of a built-in name, of a step between two of them (see `chain`) or of a path to a schedule file, with
+    fields of either value changed.
 
     Changing head_dim takes the file's `tiles` for that head_dim, unless the change names the same fields itself.
     Raises InputError naming the file (missing, a folder, a syntax error, without the two names, raising) or the unknown field.
@@ -72,7 +90,7 @@ def _tiles(path: Path, names: dict[str, Any], attention: Attention, changes: dic
 
 def _path(source: str | Path) -> Path:
     text = str(source)
-    if isinstance(source, str) and source in builtin_names():
+    if isinstance(source, str) and source in (*builtin_names(), *chain_names()):
         return resource_dir("schedules") / f"{source}.py"
     path = Path(source)
     try:
@@ -82,7 +100,7 @@ def _path(source: str | Path) -> Path:
     if is_folder:
         raise InputError(text, "is a folder, not a schedule file")
     if not is_file:
-        near = difflib.get_close_matches(text, builtin_names())
+        near = difflib.get_close_matches(text, (*builtin_names(), *chain_names()))
         hint = f"did you mean {' or '.join(near)}?" if near else f"built-in schedules: {', '.join(builtin_names())}"
         raise InputError(text, f"no such schedule file or name; {hint}")
     return path

@@ -47,6 +47,7 @@ def emit(plan: Plan, name: str | None = None) -> Source:
             "header": header.lines(plan, name or plan.id),
             "scale_log2": _float(plan.attention.scale_log2),
             "uses_maps": any(k.maps for k in plan.kernels),
+            "uses_cursors": any(r.cursors for k in plan.kernels for r in k.roles),
             "kernels": [{"params_type": _params_type(k), "params": _params(k), "text": t} for k, t in zip(plan.kernels, kernels)],
             "helpers": helpers.texts(),
         },

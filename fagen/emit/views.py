@@ -8,10 +8,11 @@ from typing import Any
 from ..errors import InternalError
 from ..plan import matrix
 from ..plan import steps as st
+from ..plan.counts import copy_loads, scarce
 from ..plan.expr import Expr, as_expr, sym
 from ..plan.kernel import KernelPlan
 from ..plan.layout import ACC64, LAYOUTS
-from . import debug
+from . import debug, views_ladder
 from .templates import Helpers, View, path
 
 PACK = {"bf16": ("pack_bf16", "bf16x2"), "fp16": ("pack_f16", "f16x2")}
@@ -26,6 +27,13 @@ class Scope:
         self._params = {p.name for p in kernel.params}
         self._frags = {f.name: f for f in role.frags}
         self._cursors = {c.name: c for c in role.cursors}
+
+    def thread(self, index: str) -> str:
+        """A thread's index as a helper with many addresses should spell it: taken anew in each call where registers are scarce."""
+        if not scarce(self.role):
+            return index
+        self.helpers.need("ptx/fresh")
+        return f"fresh({index})"
 
     def c(self, e: Expr) -> str:
         return e.c(lambda name: f"p.{name}" if name in self._params else name)
@@ -63,6 +71,13 @@ class Scope:
         """Of each block, the row that this thread's first elements belong to; the second row is 8 further."""
         f = self.frag(frag)
         return [first_row + as_expr(f.unit_rows * i) + LAYOUTS[f.layout].row_thread for i in range(f.blocks)]
+
+    def address(self, tensor: str, step: Any, first: Expr | None) -> str:
+        """C address of a tensor or workspace at a step's batch and head, and at a first row; 64-bit, since the strides are."""
+        return _global(tensor, step, self, first)
+
+    def pack_function(self, dtype: str) -> str:
+        return _pack_function(dtype, self)
 
 
 def view(step: st.Step, scope: Scope) -> tuple[str, View]:
@@ -133,10 +148,11 @@ def _global(tensor: str, s: Any, x: Scope, first: Expr | None) -> str:
 
 def _cp_async(s: st.CpAsync, x: Scope) -> tuple[str, View]:
     tile = x.kernel.smem_of(s.dst.smem)
-    return "cp_async", {
+    return ("cp_async_batch" if scarce(x.role) else "cp_async"), {
         "rows": tile.rows,
         "units": tile.cols * st.DTYPE_BYTES[tile.dtype] // 16,
         "threads": x.role.threads,
+        "batch": copy_loads(tile, x.role.threads, st.MANY_COPIES),
         "dst": x.slot_address(s.dst),
         "src": _global(s.src, s, x, s.seq),
         "stride": f"p.{s.src}_ss",
@@ -188,20 +204,12 @@ def _load_scale(s: st.LoadScale, x: Scope) -> tuple[str, View]:
 def _store_out(s: st.StoreOut, x: Scope) -> tuple[str, View]:
     pack = _pack_function(x.kernel.gmem_of(s.dst).dtype, x)
     rows = [x.c(r) for r in x.rows(s.src, s.first_row)]
-    return "store_out", {
-        "dst": _global(s.dst, s, x, None),
+    exchanged = x.frag(s.src).cols % 32 == 0
+    return ("store_out" if exchanged else "store_out_narrow"), {
+        "dst": _global(s.dst, s, x, None) + (f" + {x.c(s.col)}" if s.col is not None else ""),
         "stride": f"p.{s.dst}_ss",
         "limit": x.c(s.limit),
         "pack": pack,
-        "parts": [{"src": p, "row": r} for p, r in zip(x.parts(s.src), rows)],
-    }
-
-
-def _store_row(s: st.StoreRow, x: Scope) -> tuple[str, View]:
-    rows = [x.c(r) for r in x.rows(s.src, s.first_row)]
-    return "store_row", {
-        "dst": f"p.{s.dst} + ((i64){x.c(s.batch)} * p.hq + {x.c(s.head)}) * p.sq",
-        "limit": x.c(s.limit),
         "parts": [{"src": p, "row": r} for p, r in zip(x.parts(s.src), rows)],
     }
 
@@ -315,11 +323,12 @@ def _mma_sync(s: st.Mma, x: Scope) -> tuple[str, View]:
     load = "ldmatrix_trans" if s.trans_b else "ldmatrix"
     values = {
         "function": s.name,
+        "lane": x.thread("threadIdx.x % 32"),
         "title": _mma_title(s),
         "d": s.d,
-        "b": x.slot_address(s.b),
+        "b": _part_address(s.b, x),
         "regs": d.registers // d.blocks,
-        "k_steps": (tile.rows if s.trans_b else tile.cols) // 16,
+        "k_steps": (x.frag(s.a) if isinstance(s.a, str) else x.kernel.smem_of(s.a.smem)).cols // 16,
         "n_steps": d.cols // 16,
         "load_b": f"{load}(b, tile + {matrix.ldmatrix_b(tile, s.trans_b).c()})",
         "before": [] if s.accumulate else ["for (int i = 0; i < BLOCKS; ++i) fill(d[i], 0.f);"],
@@ -330,6 +339,14 @@ def _mma_sync(s: st.Mma, x: Scope) -> tuple[str, View]:
     assert s.a.row is not None
     load_a = f"ldmatrix(a[i], a_tile + {matrix.ldmatrix_a(source).c()})"
     return "mma_sync_smem", values | {"a": x.slot_address(s.a), "row": x.c(s.a.row), "load_a": load_a}
+
+
+def _part_address(slot: st.Slot, x: Scope) -> str:
+    """Of the B operand that starts at a row (a multiple of 8) and a chunk of the tile."""
+    tile = x.kernel.smem_of(slot.smem)
+    column = slot.col * st.DTYPE_BYTES[tile.dtype] // tile.chunk_bytes * tile.rows * tile.chunk_bytes
+    offset = column + (slot.row * tile.chunk_bytes if slot.row is not None else as_expr(0))
+    return x.slot_address(slot) + (f" + {x.c(offset)}" if offset != as_expr(0) else "")
 
 
 def _mma_wait(s: st.MmaWait, x: Scope) -> tuple[str, View]:
@@ -428,7 +445,6 @@ _VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {
     st.TransposeV: _transpose_v,
     st.LoadScale: _load_scale,
     st.StoreOut: _store_out,
-    st.StoreRow: _store_row,
     st.ClaimTile: _claim,
     st.PutTile: _put_tile,
     st.GetTile: _get_tile,
@@ -456,5 +472,6 @@ _VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {
     st.Pack: _pack,
     st.Rescale: _rescale,
     st.Finalise: _finalise,
+    **views_ladder.VIEWS,
     **debug.VIEWS,
 }

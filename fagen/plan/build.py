@@ -9,7 +9,7 @@ from ..attention import Attention
 from ..errors import InternalError
 from ..schedule import Schedule
 from ..target import Target, target
-from . import barriers, memory, registers, rules
+from . import barriers, ladder, memory, registers, rules
 from .expr import Expr, as_expr, maximum, sym
 from .kernel import DESCALES, KernelPlan, Param, Plan, TensorMapRecipe, Workspace
 from .proof import prove
@@ -43,11 +43,17 @@ def assemble(attention: Attention, schedule: Schedule, *, debug: bool = False) -
     rules.check(attention, schedule)
     t = target(schedule.arch)
     tiles = Tiles(attention, schedule, t)
-    kernel = _wgmma(tiles, t) if schedule.mma == "wgmma" else _mma_sync(tiles)
+    spaces = tiles.workspaces()
+    if schedule.softmax != "fused":
+        kernels, spaces = ladder.standard(tiles)
+    elif schedule.loop_order == "kv_outer":
+        kernels, spaces = ladder.kv_outer(tiles)
+    else:
+        kernels = (_wgmma(tiles, t) if schedule.mma == "wgmma" else _mma_sync(tiles),)
     if debug:
-        kernel = _with_debug(kernel)
-    spaces = (*tiles.workspaces(), *((DEBUG_RECORD,) if debug else ()))
-    return Plan(attention, schedule, t, (kernel,), spaces, debug)
+        kernels = tuple(_with_debug(kernel) for kernel in kernels)
+        spaces = (*spaces, DEBUG_RECORD)
+    return Plan(attention, schedule, t, kernels, spaces, debug)
 
 
 def _wgmma(tiles: Tiles, t: Target) -> KernelPlan:
@@ -81,7 +87,7 @@ def _kernel(
     a, s = tiles.attention, tiles.schedule
     roles = tuple(replace(r, body=number(r.body, r.name)) for r in roles)
     ring = (memory.tile_ring(),) if tiles.dynamic else ()
-    smem, placed, total = memory.memory_map((*memory.tiles_of(a, s), *ring), bars)
+    smem, placed, total = memory.memory_map((*memory.tiles_of(a, s), *memory.parts_of(a, s), *ring), bars)
     dims = ("batch", "seq", "heads", "head_dim")
     v_dims = ("batch", "heads", "head_dim", "seq") if s.v_transposed else dims
     inputs = tuple(Gmem(n, a.dtype, v_dims if n == "v" else dims, "in") for n in ("q", "k", "v"))

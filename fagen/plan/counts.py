@@ -9,7 +9,28 @@ from __future__ import annotations
 
 from ..errors import InternalError
 from .kernel import KernelPlan
-from .steps import DTYPE_BYTES, CpAsync, CtaSync, Mma, MmaWait, NArrive, Role, Slot, Step, Sync, TmaLoad, walk
+from .registers import copies_in_flight
+from .steps import (
+    DTYPE_BYTES,
+    MANY_COPIES,
+    AddParts,
+    Copy,
+    CpAsync,
+    CtaSync,
+    LoadAcc,
+    Mma,
+    MmaWait,
+    NArrive,
+    Reciprocal,
+    Role,
+    RowPass,
+    Slot,
+    Smem,
+    Step,
+    Sync,
+    TmaLoad,
+    walk,
+)
 
 WARPGROUP = 128  # threads
 MAX_N = 256  # columns of one wgmma (PTX ISA 9.7.15.2)
@@ -22,13 +43,16 @@ def expected_counts(kernel: KernelPlan) -> dict[str, int]:
 
     HGMMA, QGMMA, HMMA from the Mma steps; WARPGROUP.ARRIVE one per wgmma Mma (its fence); WARPGROUP.DEPBAR one per MmaWait;
     BAR.SYNC one per CtaSync and Sync, and one after the initialisation of mbarriers; BAR.ARV one per NArrive; UTMALDG one per TmaLoad;
-    USETMAXREG one per role with registers; LDGSTS 16 bytes each; no local memory.
+    USETMAXREG one per role with registers; LDGSTS 16 bytes each (where registers are scarce, in a loop of several); LDG.E.128, in kernels that load through registers, as many as a step
+    prints (copies and row passes in loops of several loads); no local memory.
     """
     names = ("HGMMA", "QGMMA", "HMMA", "WARPGROUP.DEPBAR", "WARPGROUP.ARRIVE", "BAR", "BAR.SYNC", "BAR.ARV", "UTMALDG")
     total = dict.fromkeys((*names, "USETMAXREG", "LDGSTS", "STL", "LDL"), 0)
     if kernel.mbars:
         total["BAR.SYNC"] += 1
     first = 0
+    if any(isinstance(s, WIDE_LOADS) for role in kernel.roles for s in walk(role.body)):
+        total["LDG.E.128"] = 0
     for role in kernel.roles:
         total["USETMAXREG"] += role.registers is not None and first % WARPGROUP == 0  # roles that share a warpgroup ask once
         for step in walk(role.body):
@@ -57,8 +81,32 @@ def _step(kernel: KernelPlan, role: Role, step: Step) -> dict[str, int]:
         return {"UTMALDG": kernel.smem_of(step.dst.smem).chunks if step.transposed else 1}
     if isinstance(step, CpAsync):
         tile = kernel.smem_of(step.dst.smem)
-        return {"LDGSTS": _ceildiv(tile.tile_bytes, 16 * role.threads)}
+        return {
+            "LDGSTS": copy_loads(tile, role.threads, MANY_COPIES) if scarce(role) else _ceildiv(tile.tile_bytes, 16 * role.threads)
+        }
+    if isinstance(step, Copy):
+        return {"LDG.E.128": copy_loads(kernel.smem_of(step.dst.smem), role.threads, step.most)}
+    if isinstance(step, LoadAcc):
+        return {"LDG.E.128": next(f for f in role.frags if f.name == step.dst).registers // 4}
+    if isinstance(step, RowPass):
+        return {"LDG.E.128": ROW_LOADS}
     return {}
+
+
+WIDE_LOADS = (Copy, LoadAcc, RowPass)
+ROW_LOADS = 4
+"""16-byte loads in flight in a pass over a row."""
+
+
+def scarce(role: Role) -> bool:
+    """Whether the role keeps more in registers than a block's tiles and sums (the warps' parts, what goes through a workspace, copies on
+    their way, factors of every step): then addresses are computed when they are used, and long copies run in a loop."""
+    return any(isinstance(s, (Copy, LoadAcc, AddParts, Reciprocal)) for s in walk(role.body))
+
+
+def copy_loads(tile: Smem, threads: int, most: int) -> int:
+    """Loads in the loop of a Copy: the most that its length is a multiple of."""
+    return copies_in_flight(tile.tile_bytes, threads, most)
 
 
 def _mma(kernel: KernelPlan, role: Role, step: Mma) -> dict[str, int]:

@@ -61,7 +61,10 @@ KEY_ORDER = (0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15)
 ROW16 = Layout("row16", LANE // 4, I * 8, as_expr(0), as_expr(0))
 ROW64 = Layout("row64", WARP * 16 + LANE // 4, I * 8, as_expr(0), as_expr(0))
 
-LAYOUTS = {x.name: x for x in (ACC16, ACC64, A16, A64, A64_E4M3, A64_E4M3PERM, ROW16, ROW64)}
+# One value of one row, the same in all lanes of the warp.
+UNIFORM = Layout("uniform", as_expr(0), as_expr(0), as_expr(0), as_expr(0))
+
+LAYOUTS = {x.name: x for x in (ACC16, ACC64, A16, A64, A64_E4M3, A64_E4M3PERM, ROW16, ROW64, UNIFORM)}
 
 
 def swizzle(row: int, byte: int, rows: int, width: int = 128) -> int:

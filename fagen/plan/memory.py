@@ -24,13 +24,35 @@ def tiles_of(attention: Attention, schedule: Schedule) -> tuple[Smem, ...]:
     return (q, k, v) if s.v_transposed else (q, k, _tile("V_raw", s.tile_kv, a.dv, a.dtype, s.stages_v), v)
 
 
+def parts_of(attention: Attention, schedule: Schedule) -> tuple[Smem, ...]:
+    """Where the warps of a split_kv tile meet: row statistics (m of all rows, then l of all rows, for each warp) and their partial
+    products of P·V, which stand as they lie in the warps' registers."""
+    a, s = attention, schedule
+    if s.partition != "split_kv":
+        return ()
+    assert s.warps is not None
+    return (
+        Smem("O_parts", s.warps * s.tile_q, a.dv, "fp32", 1, swizzle="none"),
+        Smem("stats", s.warps, 2 * s.tile_q, "fp32", 1, swizzle="none"),
+    )
+
+
+def kernel_tiles(attention: Attention, schedule: Schedule) -> tuple[tuple[Smem, ...], ...]:
+    """The tiles of each kernel of the plan, in order, without offsets."""
+    a, s = attention, schedule
+    if s.softmax == "fused":
+        return ((*tiles_of(a, s), *parts_of(a, s)),)
+    q, k, v = tiles_of(a, s)
+    return (q, k), (), (_tile("P", s.tile_q, s.tile_kv, a.dtype, 1), v)
+
+
 def _tile(name: str, rows: int, cols: int, dtype: str, stages: int) -> Smem:
     return Smem(name, rows, cols, dtype, stages, "64B" if cols * DTYPE_BYTES[dtype] == 64 else "128B")
 
 
 def tile_bytes(attention: Attention, schedule: Schedule) -> int:
-    """Shared memory of the tiles alone, in bytes."""
-    return sum(t.tile_bytes * t.stages for t in tiles_of(attention, schedule))
+    """Shared memory of the tiles alone, in bytes: of the kernel that has most."""
+    return max(sum(t.tile_bytes * t.stages for t in tiles) for tiles in kernel_tiles(attention, schedule))
 
 
 def tile_ring() -> Smem:
@@ -43,7 +65,7 @@ def memory_map(tiles: tuple[Smem, ...], bars: tuple[MBar, ...]) -> tuple[tuple[S
     at = 0
     placed, barriers = [], []
     for t in tiles:
-        at = -(-at // ALIGN) * ALIGN if t.swizzle != "none" else -(-at // 8) * 8
+        at = -(-at // ALIGN) * ALIGN if t.swizzle != "none" else -(-at // 16) * 16
         placed.append(replace(t, offset=at))
         at += t.tile_bytes * t.stages
     at = -(-at // 8) * 8
@@ -56,4 +78,4 @@ def memory_map(tiles: tuple[Smem, ...], bars: tuple[MBar, ...]) -> tuple[tuple[S
 BARRIER_BYTES = 512
 """An upper bound for what stands behind the tiles, for rules that speak before the barriers are known."""
 
-__all__ = ["BARRIER_BYTES", "DTYPE_BYTES", "memory_map", "tile_bytes", "tile_ring", "tiles_of"]
+__all__ = ["BARRIER_BYTES", "DTYPE_BYTES", "kernel_tiles", "memory_map", "parts_of", "tile_bytes", "tile_ring", "tiles_of"]

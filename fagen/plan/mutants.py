@@ -141,7 +141,7 @@ def _edits(body: S.Body, here: Callable[[S.Body], Iterator[Edit]]) -> Iterator[E
 
 DROPPED = (
     S.Arrive, S.Wait, S.Advance, S.Sync, S.NArrive, S.CtaSync, S.ProxyFence,
-    S.MmaWait, S.CpWait, S.CpCommit, S.TmaLoad, S.CpAsync, S.ResetCounter,
+    S.MmaWait, S.CpWait, S.CpCommit, S.TmaLoad, S.CpAsync, S.ResetCounter, S.Copy, S.StoreStats, S.StoreFrag, S.StoreAcc,
 )  # fmt: skip
 
 
@@ -185,6 +185,7 @@ def _variants(kernel: KernelPlan, role: S.Role, step: S.Step) -> Iterator[tuple[
 # which neighbours depend on each other ------------------------------------------------------------------------------------
 
 _SCALAR = (S.Let, S.Var, S.Set, S.Break, S.ClaimTile)
+_PARTS = (S.StoreStats, S.MergeStats, S.StoreFrag, S.AddParts)
 _CONTAINER = (S.Loop, S.Forever, S.If, S.Vote, S.Elected)
 
 
@@ -199,6 +200,9 @@ def _entangled(a: S.Step, b: S.Step) -> bool:
         if isinstance(x, REGISTER_STEPS):  # with what is asynchronous; the order of synchronous steps is for the simulator to test
             asynchronous = isinstance(y, S.MmaWait) or isinstance(y, S.Mma) and y.unit == "wgmma"
             return asynchronous and bool(_frags(x) & _frags(y))
+    for x, y in ((a, b), (b, a)):
+        if isinstance(x, _PARTS) and isinstance(y, S.Mma) and y.unit == "mma_sync":  # registers of a synchronous product
+            return False
     for x, y in ((a, b), (b, a)):
         if isinstance(x, _CONTAINER):
             return not isinstance(y, _CONTAINER) and any(

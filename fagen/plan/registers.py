@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..attention import Attention
 from ..schedule import Schedule
-from .steps import DTYPE_BYTES
+from .steps import DTYPE_BYTES, FEW_COPIES
 
 # setmaxnreg of (producer, consumer) by number of consumer warpgroups. The kernel is launched with 65536 / threads registers a thread
 # (rounded down to 8), and what the producer gives back is what the consumers may take.
@@ -30,6 +30,8 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
         copies = s.tile_kv * attention.head_dim * DTYPE_BYTES[attention.dtype] // (16 * 32 * s.warps)
         blocks = s.tile_q // (16 * s.warps)
         deep = max(s.stages_k, s.stages_v) > 2
+        if (s.loop_order, s.partition, s.normalise, s.movement) != ("q_outer", "split_q", "once", "cp_async"):
+            return 56 + _ladder_overhead(attention, s)
         return 60 + 2 * copies // blocks + 18 * (blocks - 1) + 32 * (s.parallelism == "batch_heads") + 8 * _one_slot(s) + 24 * deep
     beside_product = s.overlap in ("within", "both")  # the softmax runs while P·V still holds P and O
     wide = (attention.dv - 64) // 16
@@ -45,22 +47,62 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
     return base + (0 if s.parallelism == "persistent_dynamic" else wide)
 
 
+def _ladder_overhead(attention: Attention, s: Schedule) -> int:
+    """What the other mma.sync kernels need more: a warp has statistics of its rows, under split_kv of all rows, its own and the merged
+    ones; one that copies blocks alone has many addresses; copies through registers have some on their way; kv_outer has a second loop and
+    the workspace's addresses; normalising each step keeps two more factors a row."""
+    assert s.warps is not None
+    more = 12 * (s.tile_q // 16) if s.partition == "split_kv" else 10 * (s.tile_q // s.warps // 16 - 1)
+    if s.warps == 1:
+        more += 40
+    if s.movement == "ld_st":
+        more += 4 * copies_in_flight(s.tile_kv * attention.head_dim * DTYPE_BYTES[attention.dtype], 32 * s.warps, FEW_COPIES)
+    if s.loop_order == "kv_outer":
+        more += 12 if s.partition == "split_kv" else 48
+    elif s.normalise == "each_step" and s.partition == "split_q":
+        more += 24 if s.movement == "ld_st" else 48
+    return more
+
+
+PART_COLUMNS = 64
+"""Columns of its partial O that a split_kv warp holds at once: a 128-byte chunk of V."""
+
+
+def copies_in_flight(tile_bytes: int, threads: int, most: int) -> int:
+    """Loads of a thread in one turn of a copy's loop: up to `most`, so that the loop's length is a multiple of them."""
+    copies = tile_bytes // (16 * threads)
+    return max((n for n in range(1, most + 1) if copies % n == 0), default=1)
+
+
 def launch_registers(threads: int, registers_per_sm: int = 65536) -> int:
     """What ptxas may give every thread at launch, with one CTA an SM."""
     return min(registers_per_sm // threads // 8 * 8, 255)
 
 
 def tile_registers(attention: Attention, schedule: Schedule) -> dict[str, int]:
-    """Registers a computing thread holds for S, P and O (and Q if there is room), by name."""
+    """Registers a computing thread holds for tiles where it holds most, by name: S, P and O (and Q if there is room)."""
     size = DTYPE_BYTES[attention.dtype]
     if schedule.mma == "wgmma":
         rows, lanes = 64, 128
     else:
         assert schedule.warps is not None
         rows, lanes = schedule.tile_q // schedule.warps, 32
-    scores = rows * schedule.tile_kv // lanes
+    scores, out = rows * schedule.tile_kv // lanes, rows * attention.dv // lanes
+    if schedule.softmax != "fused":  # S in one kernel, O in another
+        return {"S": scores} if scores >= out else {"O": out}
+    if schedule.partition == "split_kv":
+        return _split_kv_registers(attention, schedule)
     early = {"E": scores * size // 4} if schedule.reference == "stale" else {}  # P of the next block, while this one's is in use
-    return {"S": scores, "P": scores * size // 4, **early, "O": rows * attention.dv // lanes}
+    return {"S": scores, "P": scores * size // 4, **early, "O": out}
+
+
+def _split_kv_registers(attention: Attention, schedule: Schedule) -> dict[str, int]:
+    """A warp has all rows of its keys, and its columns of O; S is gone before there is a product."""
+    assert schedule.warps is not None
+    scores = schedule.tile_q * schedule.tile_kv // schedule.warps // 32
+    part, p = schedule.tile_q * PART_COLUMNS // 32, scores * DTYPE_BYTES[attention.dtype] // 4
+    out = schedule.tile_q * attention.dv // schedule.warps // 32
+    return {"S": scores, "P": p, "O": out} if scores >= part else {"P": p, "O_part": part, "O": out}
 
 
 def q_registers(attention: Attention, schedule: Schedule) -> int:
@@ -72,6 +114,8 @@ def q_registers(attention: Attention, schedule: Schedule) -> int:
 def q_fits_registers(attention: Attention, schedule: Schedule) -> bool:
     """Whether Q's fragments can stay in registers for the whole tile beside S, P and O."""
     assert schedule.warps is not None
+    if schedule.partition == "split_kv":  # every warp would hold all rows
+        return False
     need = sum(tile_registers(attention, schedule).values()) + q_registers(attention, schedule) + overhead(attention, schedule)
     return need <= launch_registers(schedule.warps * 32)
 

@@ -48,13 +48,8 @@ CHOICES: dict[str, tuple[object, ...]] = {
 NOT_YET: dict[str, tuple[object, ...]] = {
     "mask": ("window",),
     "sink": (True,),
-    "loop_order": ("kv_outer",),
     "parallelism": ("kv_splits",),
-    "partition": ("split_kv",),
-    "movement": ("ld_st",),
     "p_operand": ("shared",),
-    "softmax": ("three_pass", "two_pass"),
-    "normalise": ("each_step",),
     "scale_granularity": ("tensor", "head", "block"),
     "hadamard": (True,),
 }
@@ -172,10 +167,11 @@ def structure(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
         yield Violation("arch-mma", "arch", f"{s.arch} runs {' and '.join(t.matrix_units)} kernels, not {s.mma}", fits)
     movements = ("tma",) if s.mma == "wgmma" else ("ld_st", "cp_async")
     if s.movement not in movements:
-        ready = tuple(m for m in movements if m not in NOT_YET["movement"])
         yield Violation(
-            "mma-movement", "movement", f"{s.mma} takes its operands by {' or '.join(movements)}, not {s.movement}", ready
+            "mma-movement", "movement", f"{s.mma} takes its operands by {' or '.join(movements)}, not {s.movement}", movements
         )
+    if s.softmax != "fused":
+        yield from _structure_materialised(s)
     yield from _structure_precision(attention, s)
     if s.mma == "wgmma":
         yield from _structure_wgmma(s)
@@ -235,13 +231,36 @@ def _structure_wgmma(s: Schedule) -> Iterator[Violation]:
     if s.parallelism == "batch_heads":
         legal = ("query_tiles", "persistent_static", "persistent_dynamic")
         yield Violation("parallelism", "parallelism", "'batch_heads' is for mma_sync kernels", legal)
+    for field, mine in (("loop_order", "q_outer"), ("partition", "split_q"), ("normalise", "once")):
+        if getattr(s, field) != mine:
+            yield Violation(field.replace("_", "-"), field, f"{getattr(s, field)!r} is for mma_sync kernels", (mine,))
+
+
+def _structure_materialised(s: Schedule) -> Iterator[Violation]:
+    """S and P in memory: three kernels of one kind."""
+    mine = (
+        *(("mma", "mma_sync"), ("loop_order", "q_outer"), ("partition", "split_q"), ("normalise", "once")),
+        *(("movement", "ld_st"), ("parallelism", "query_tiles")),
+    )
+    for field, legal in mine:
+        if getattr(s, field) != legal:
+            message = f"{s.softmax!r} writes S to memory between kernels with {field} {legal!r}, not {getattr(s, field)!r}"
+            yield Violation("softmax", field, message, (legal,))
+    if s.tile_kv % 64:
+        legal_sizes = tuple(range(64, MAX_TILE_KV + 1, 64))
+        yield _nearest_int("tile-kv", "tile_kv", s.tile_kv, legal_sizes, "is not a multiple of 64, the keys in 128 bytes of P")
 
 
 def _structure_mma_sync(a: Attention, s: Schedule) -> Iterator[Violation]:
     if s.consumers is not None:
         yield Violation("consumers", "consumers", f"{s.consumers} given, but an mma_sync kernel is sized by `warps`", (None,))
+    if s.movement == "ld_st" and s.stages not in (1, (1, 1)):
+        message = f"{s.stages} slots, but a copy by 'ld_st' is over before the next step: it has no use for a second slot"
+        yield Violation("stages", "stages", message, (1,))
     if s.warps is None:
         yield Violation("warps", "warps", "an mma_sync kernel needs its number of warps", (1, 2, 4, 8))
+    elif s.partition == "split_kv":
+        yield from _structure_split_kv(a, s, s.warps)
     elif s.tile_q % (16 * s.warps):
         step = 16 * s.warps
         yield _nearest_int(
@@ -251,12 +270,8 @@ def _structure_mma_sync(a: Attention, s: Schedule) -> Iterator[Violation]:
             tuple(range(step, MAX_TILE_KV + 1, step)),
             f"is not a multiple of 16 rows for each of {s.warps} warps",
         )
-    elif s.tile_kv * a.head_dim // 8 % (32 * s.warps):
-        step = 32 * s.warps * 8 // a.head_dim
-        message = (
-            f"gives {s.tile_kv * a.head_dim // 8} copies of 16 bytes a block, which {32 * s.warps} threads cannot share evenly"
-        )
-        yield _nearest_int("tile-kv", "tile_kv", s.tile_kv, tuple(range(step, MAX_TILE_KV + 1, step)), message)
+    elif _uneven(a, s.tile_kv, s.warps):
+        yield _copies(a, s, "tile_kv", 16)
     for field, legal in (("roles", "uniform"), ("overlap", "none"), ("reference", "running")):
         if getattr(s, field) != legal:
             yield Violation(field, field, f"{getattr(s, field)!r} needs wgmma; mma.sync is synchronous", (legal,))
@@ -266,6 +281,32 @@ def _structure_mma_sync(a: Attention, s: Schedule) -> Iterator[Violation]:
         yield Violation("registers", "registers", f"{s.registers} given, but setmaxnreg needs wgmma and roles 'producer'", (None,))
     if s.parallelism.startswith("persistent"):
         yield Violation("parallelism", "parallelism", f"{s.parallelism!r} is for wgmma kernels", ("batch_heads", "query_tiles"))
+
+
+def _structure_split_kv(a: Attention, s: Schedule, warps: int) -> Iterator[Violation]:
+    """Every warp has its own keys and all rows."""
+    if s.tile_kv % (16 * warps):
+        step = 16 * warps
+        message = f"is not a multiple of 16 keys for each of {warps} warps"
+        yield _nearest_int("tile-kv", "tile_kv", s.tile_kv, tuple(range(step, MAX_TILE_KV + 1, step)), message)
+    elif _uneven(a, s.tile_kv, warps):
+        yield _copies(a, s, "tile_kv", 16 * warps)
+    if _uneven(a, s.tile_q, warps):
+        yield _copies(a, s, "tile_q", 16)
+
+
+def _uneven(a: Attention, rows: int, warps: int) -> bool:
+    """Whether threads cannot share the 16-byte copies of so many rows evenly."""
+    return bool(rows * a.head_dim // 8 % (32 * warps))
+
+
+def _copies(a: Attention, s: Schedule, field: str, step: int) -> Violation:
+    assert s.warps is not None
+    size, warps = getattr(s, field), s.warps
+    what = "block" if field == "tile_kv" else "tile"
+    message = f"gives {size * a.head_dim // 8} copies of 16 bytes a {what}, which {32 * warps} threads cannot share evenly"
+    legal = tuple(x for x in range(step, MAX_TILE_KV + 1, step) if not _uneven(a, x, warps))
+    return _nearest_int(field.replace("_", "-"), field, size, legal, message)
 
 
 # resources --------------------------------------------------------------------------------------------------------------

@@ -64,6 +64,10 @@ class Smem:
         return self.rows * self.chunks * self.chunk_bytes
 
 
+FEW_COPIES, MANY_COPIES = 4, 8
+"""16-byte loads that a thread may have in flight in a copy through registers, four registers each: beside a block's tiles, and where
+registers are free."""
+
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "e4m3": 1, "fp32": 4, "i32": 4}
 
 
@@ -82,6 +86,8 @@ class Frag:
 
     @property
     def unit_rows(self) -> int:
+        if self.layout == "uniform":
+            return 1
         return 64 if "64" in self.layout else 16
 
     @property
@@ -91,6 +97,8 @@ class Frag:
     @property
     def registers(self) -> int:
         """32-bit registers a thread holds for it."""
+        if self.layout == "uniform":  # one value, the same in all lanes
+            return 1
         if self.layout.startswith("row"):
             return 2 * self.blocks
         per_thread = self.rows * self.cols // (self.unit_rows * 2)
@@ -133,8 +141,9 @@ class Slot:
     """A tile in shared memory as an operand: the slot of `smem` at `cursor` (None: the ring has one slot and no cursor).
 
     `holds` says which rows of the source tensor must be in it, as the index of their first row: the contract that the proof
-    checks against the load that filled it. `row` offsets into the tile (the 64 rows of a warpgroup). `head`, `batch`: whose rows they
-    are, where the reader's own variables do not say it in the load's terms (a tile whose successor is already decoded).
+    checks against the load that filled it. `row` offsets into the tile (the 64 rows of a warpgroup, the keys of a warp), `col` does
+    in columns: a whole number of 128-byte chunks. `head`, `batch`: whose rows they are, where the reader's own variables do not say it
+    in the load's terms (a tile whose successor is already decoded).
     """
 
     smem: str
@@ -143,6 +152,7 @@ class Slot:
     row: Expr | None = None
     head: Expr | None = None
     batch: Expr | None = None
+    col: int = 0
 
 
 # ---------------------------------------------------------------------------------------------------------------- steps
@@ -282,6 +292,22 @@ class CpAsync(Step):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Copy(Step):
+    """Synchronous (global → registers → shared, 16 bytes at a time), by all threads of the role together: rows seq … of `src`, from
+    column `col` on, into `dst`; rows at or past `limit` are filled with 0. Visible to the other threads after a CtaSync. A thread has up
+    to `most` loads in flight."""
+
+    src: str
+    dst: Slot
+    seq: Expr
+    limit: Expr
+    head: Expr
+    batch: Expr
+    col: Expr | None = None
+    most: int = FEW_COPIES
+
+
+@dataclass(frozen=True, kw_only=True)
 class CpCommit(Step):
     """Close the group of cp.async issued since the last one (possibly empty: group counts stay static)."""
 
@@ -312,6 +338,63 @@ class StoreOut(Step):
     limit: Expr
     head: Expr
     batch: Expr
+    col: Expr | None = None
+    """First column; None: 0. A slice narrower than 32 columns is stored 4 bytes at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreScores(Step):
+    """Registers → a float32 workspace (batch, heads, seq, keys), row by row, 16-byte stores: rows first_row … of `src`, from column
+    `col` on; rows at or past `limit` are not written."""
+
+    src: str
+    dst: str
+    first_row: Expr
+    limit: Expr
+    head: Expr
+    batch: Expr
+    col: Expr
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreAcc(Step):
+    """Accumulators → a float32 workspace (batch, heads, rows, columns), in 16-byte stores: `src` is rows first_row …, columns col … of
+    the tile that starts at row `tile`. The workspace keeps a tile as its accumulators lie in registers, so that every thread reads
+    back (`LoadAcc`) exactly what it wrote itself, and a warp's accesses are contiguous."""
+
+    src: str
+    dst: str
+    tile: Expr
+    first_row: Expr
+    col: Expr
+    head: Expr
+    batch: Expr
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadAcc(Step):
+    """The inverse of `StoreAcc`."""
+
+    dst: str
+    src: str
+    tile: Expr
+    first_row: Expr
+    col: Expr
+    head: Expr
+    batch: Expr
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadRow(Step):
+    """A row vector of a float32 workspace (batch, heads, rows) → registers. `share`: the first of the four lanes that hold a row gets
+    the value, the others 0: a row sum as OnlineSoftmax continues it, each thread its own part."""
+
+    dst: str
+    src: str
+    first_row: Expr
+    head: Expr
+    batch: Expr
+    share: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -607,6 +690,105 @@ class Finalise(Step):
     lse: str
     scale: str | None = None
     offset: int = 0
+
+
+# rows kept whole, and their pieces ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class SumRow(Step):
+    """dst[r] = src[r] summed over the four lanes that hold row r: from each thread's own part to the row's sum, in all of them."""
+
+    dst: str
+    src: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MulRow(Step):
+    """dst[r] *= src[r]."""
+
+    dst: str
+    src: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reciprocal(Step):
+    """dst[r] = 1 / src[r] (0 where src is 0)."""
+
+    dst: str
+    src: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogSumExp(Step):
+    """lse[r] = m·ln 2 + ln l (−inf where l is 0), of a whole row sum l."""
+
+    lse: str
+    m: str
+    l: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowPass(Step):
+    """One pass of a warp over row `row` of the float32 workspace `src`, its first `cols` columns (a multiple of 64), 16-byte accesses.
+
+    With x = s · scale_log2: "max": m = max x. "sum": l = Σ 2^(x − m). "max_sum": both at once, each lane correcting its sum when
+    its maximum moves. "exponentials": dst[c] = 2^(x − m), rounded to `dst`'s dtype. A row without keys has m = −inf, l = 0.
+    m and l are the same in all lanes after a pass."""
+
+    op: Literal["max", "sum", "max_sum", "exponentials"]
+    src: str
+    m: str
+    l: str
+    row: Expr
+    cols: Expr
+    head: Expr
+    batch: Expr
+    scale_log2: float
+    dst: str = ""
+
+
+# merging what the warps of a split_kv tile have, through shared memory ---------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreStats(Step):
+    """m and l (whole row sums) of this instance → its row of `dst`: m of all rows, then l of all rows. An ordinary store."""
+
+    m: str
+    l: str
+    dst: Slot
+
+
+@dataclass(frozen=True, kw_only=True)
+class MergeStats(Step):
+    """Fold the statistics that all instances stored in `src` (m_w, l_w) into the running m and l:
+    m' = max(m, max m_w); alpha = 2^(m − m'); l = l·alpha + Σ l_w·2^(m_w − m'); beta = 2^(part − m'), where `part` is the instance's
+    own m_w; m = m'. Factors of a row without keys are 0."""
+
+    m: str
+    l: str
+    alpha: str
+    part: str
+    beta: str
+    src: Slot
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoreFrag(Step):
+    """Accumulators of this instance → its part of `dst` (columns from dst.col on), as they lie in registers, 16 bytes at a time. An
+    ordinary store."""
+
+    src: str
+    dst: Slot
+
+
+@dataclass(frozen=True, kw_only=True)
+class AddParts(Step):
+    """dst += the instance's columns of all instances' parts in `src`: instance w owns columns w·cols … of the tile."""
+
+    dst: str
+    src: Slot
 
 
 # ---------------------------------------------------------------------------------------------------------------- roles and kernels

@@ -7,22 +7,32 @@ from collections.abc import Iterator
 from .expr import Expr
 from .kernel import KernelPlan
 from .steps import (
+    AddParts,
     Arrive,
     Body,
     Break,
+    Copy,
     CpAsync,
     CpWait,
     Elected,
     Forever,
     If,
+    LoadAcc,
+    LoadRow,
     Loop,
+    MergeStats,
     Mma,
     MmaWait,
     NArrive,
+    RowPass,
     Slot,
     Step,
+    StoreAcc,
+    StoreFrag,
     StoreOut,
     StoreRow,
+    StoreScores,
+    StoreStats,
     Sync,
     TmaLoad,
     Vote,
@@ -79,6 +89,9 @@ def describe(step: Step) -> str:
     """A step in a few words, with the tiles and barriers it touches."""
     if isinstance(step, TmaLoad):
         return f"TMA {step.dst.smem} ← {step.src}[{step.seq} …] → {step.full}"
+    if isinstance(step, Copy):
+        column = f", {step.col} …" if step.col is not None else ""
+        return f"copy {step.dst.smem} ← {step.src}[{step.seq} …{column}] through registers"
     if isinstance(step, CpAsync):
         return f"cp.async {step.dst.smem} ← {step.src}[{step.seq} …]"
     if isinstance(step, CpWait):
@@ -86,7 +99,8 @@ def describe(step: Step) -> str:
     if isinstance(step, Mma):
         a = step.a if isinstance(step.a, str) else step.a.smem
         sign = "+=" if step.accumulate else "="
-        return f"{step.unit} {step.d} {sign} {a} · {step.b.smem}{'' if step.trans_b else 'ᵀ'}"
+        columns = f"[:, {step.b.col} …]" if step.b.col or "part" in step.d else ""
+        return f"{step.unit} {step.d} {sign} {a} · {step.b.smem}{'' if step.trans_b else 'ᵀ'}{columns}"
     if isinstance(step, MmaWait):
         return f"wait for {' and '.join(step.ready)}" + (f", {step.pending} product still in flight" if step.pending else "")
     if isinstance(step, Wait):
@@ -97,8 +111,21 @@ def describe(step: Step) -> str:
         return f"sync {step.bar}[{step.index}]"
     if isinstance(step, NArrive):
         return f"arrive {step.bar}[{step.index}]"
-    if isinstance(step, (StoreOut, StoreRow)):
+    if isinstance(step, (StoreOut, StoreRow, StoreScores, StoreAcc)):
         return f"store {step.dst} ← {step.src}"
+    if isinstance(step, (LoadAcc, LoadRow)):
+        return f"load {step.dst} ← {step.src}" + (", shared out" if isinstance(step, LoadRow) and step.share else "")
+    if isinstance(step, RowPass):
+        what = {"max": step.m, "sum": step.l, "max_sum": f"{step.m} and {step.l}", "exponentials": step.dst}[step.op]
+        return f"row pass: {what} ← {step.src}[{step.row}]"
+    if isinstance(step, StoreStats):
+        return f"share {step.m} and {step.l} with the other warps"
+    if isinstance(step, StoreFrag):
+        return f"share {step.src} with the other warps" + (f", columns {step.dst.col} …" if step.dst.col else "")
+    if isinstance(step, MergeStats):
+        return f"merge {step.m} and {step.l} with all warps'"
+    if isinstance(step, AddParts):
+        return f"{step.dst} += all warps' parts"
     if isinstance(step, Break):
         return f"stop if {step.cond}"
     words = [v for v in step_fields(step).values() if isinstance(v, str)]

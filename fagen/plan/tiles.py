@@ -3,6 +3,9 @@
 A tile is a (query tile m, head h, batch b). Under a causal mask the tiles are numbered longest first, inside sections of as many
 (batch, head) pairs as have K and V fit the L2 cache together (FlashAttention-3's order); otherwise query tiles of a head follow
 one another, so that CTAs running side by side share its K and V.
+
+With loop order kv_outer a CTA owns a range of `span` query tiles of one head, for all of which it loads a key block once: the whole
+head ("batch_heads"), or as many ranges of equal length as give every SM a CTA ("query_tiles").
 """
 
 from __future__ import annotations
@@ -69,6 +72,10 @@ class Tiles:
         ]
         if s.parallelism == "batch_heads":
             return tuple(p for p in out if p.name != "total")
+        if s.loop_order == "kv_outer":
+            side_by_side = maximum(sym("num_sms") // maximum(BATCH * HQ, 1), 1)
+            span, ranges = ceildiv(N_M, side_by_side), ceildiv(N_M, sym("span"))
+            return (*(p for p in out if p.name != "total"), Param("span", "i32", span), Param("ranges", "i32", ranges))
         if a.causal:
             kv_bytes = maximum(SK * ((a.head_dim + a.dv) * DTYPE_BYTES[a.dtype]), 1)
             fit = minimum(BATCH * HQ, (self.target.l2_bytes // L2_SHARE) // kv_bytes)
@@ -78,6 +85,8 @@ class Tiles:
     def grid(self) -> Expr:
         if self.schedule.parallelism == "batch_heads":
             return BATCH * HQ
+        if self.schedule.loop_order == "kv_outer":
+            return BATCH * HQ * sym("ranges")
         if self.schedule.parallelism == "query_tiles":
             return TOTAL
         return minimum(sym("num_sms"), TOTAL)
@@ -114,10 +123,16 @@ class Tiles:
             ]
         return (
             *head,
+            *self.decode_pair(),
+            Let(var="n", value=self._blocks(), why="key blocks this tile sees"),
+        )
+
+    def decode_pair(self) -> tuple[Let, ...]:
+        """From `pair` to b, h and the KV head."""
+        return (
             Let(var="b", value=sym("pair") // HQ),
             Let(var="h", value=sym("pair") - B * HQ),
             Let(var="h_kv", value=H // sym("group"), why="the KV head that this query head shares"),
-            Let(var="n", value=self._blocks(), why="key blocks this tile sees"),
         )
 
     def _blocks(self) -> Expr:

@@ -16,7 +16,7 @@ from fagen.library import load
 from fagen.oracle import cast, check, reference, simulate, transpose_v
 from fagen.plan import plan
 
-KERNELS = ("fa2", "fa3")
+KERNELS = ("standard", "fa1", "fa2", "fa3")
 
 
 def normal(rng, dtype, *shape, shift=0.0):

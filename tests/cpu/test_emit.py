@@ -42,6 +42,9 @@ def variants() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "fa3_fp8", {"v_transposed": True}
     yield "fa2", {"parallelism": "batch_heads", "stages": 1}
     yield "fa2", {"tile_q": 256, "tile_kv": 32, "dtype": "fp16", "head_dim": 64, "warps": 8}
+    yield "standard", {"softmax": "two_pass", "dtype": "fp16"}
+    yield "fa1", {"partition": "split_q", "tile_q": 64, "tile_kv": 64, "parallelism": "query_tiles"}
+    yield "fa1", {"loop_order": "q_outer", "normalise": "once", "movement": "cp_async", "warps": 8, "head_dim": 64}
     yield "fa2", {"head_dim": 64, "tile_kv": 16, "tile_q": 16, "warps": 1, "stages": (1, 4), "arch": "sm_80"}
 
 
@@ -167,24 +170,24 @@ def test_the_header_tells_all(variant: tuple[str, Any]) -> None:
 @each_variant
 def test_barriers_are_initialised_to_the_plans_counts(variant: tuple[str, Any]) -> None:
     p, source = emitted(*variant)
-    (kernel,) = p.kernels
+    bars = [b for kernel in p.kernels for b in kernel.mbars]
     init = re.findall(r"i < (\d+); \+\+i\) mbarrier_init\((\w+) \+ 8 \* i, (\d+)\)", source.text)
-    assert init == [(str(b.stages), b.name, str(b.arrivals)) for b in kernel.mbars]
+    assert init == [(str(b.stages), b.name, str(b.arrivals)) for b in bars]
     assert set(re.findall(r"mbarrier_arrive_expect_tx\((\w+)[^,]*, (\d+)\)", source.text[source.text.index('extern "C"') :])) == {
-        (b.name, str(b.tx_bytes)) for b in kernel.mbars if b.tx_bytes
+        (b.name, str(b.tx_bytes)) for b in bars if b.tx_bytes
     }
 
 
 @each_variant
 def test_params_hold_pointers_then_wide_then_narrow_scalars(variant: tuple[str, Any]) -> None:
     p, source = emitted(*variant)
-    (kernel,) = p.kernels
-    members = re.search(r"struct Params \{\n(.*?)\n\};", source.text, re.DOTALL)
-    assert members
-    widths = [8 if "*" in m else {"i64": 7, "int": 4, "float": 4}[m.split()[0]] for m in members[1].split(";") if m.strip()]
-    assert widths == sorted(widths, reverse=True)  # pointers count as wider than 64-bit scalars
-    names = re.findall(r"(\w+);", members[1] + ";")
-    assert names == [*kernel.pointers, *(x.name for x in kernel.params)]
+    structs = re.findall(r"struct \w*Params \{\n(.*?)\n\};", source.text, re.DOTALL)
+    assert len(structs) == len(p.kernels)
+    for kernel, members in zip(p.kernels, structs):
+        widths = [8 if "*" in m else {"i64": 7, "int": 4, "float": 4}[m.split()[0]] for m in members.split(";") if m.strip()]
+        assert widths == sorted(widths, reverse=True)  # pointers count as wider than 64-bit scalars
+        names = re.findall(r"(\w+);", members + ";")
+        assert names == [*kernel.pointers, *(x.name for x in kernel.params)]
 
 
 @each_variant

@@ -8,7 +8,7 @@ import pytest
 from fagen.plan.layout import A16, A64, ACC16, ACC64, LAYOUTS, ROW16, ROW64, Layout, swizzle_128b
 from fagen.plan.steps import Frag
 
-TILES = [x for x in LAYOUTS.values() if not x.name.startswith("row")]
+TILES = [x for x in LAYOUTS.values() if not x.name.startswith(("row", "uniform"))]
 
 
 def threads_of(layout: Layout) -> int:
@@ -83,6 +83,7 @@ def test_fragments_are_those_of_ptx(i: int) -> None:
         (Frag("Q", 32, 64, "fp16", "a16"), 32),
         (Frag("m", 64, 1, "fp32", "row64"), 2),
         (Frag("m", 32, 1, "fp32", "row16"), 4),
+        (Frag("m", 1, 1, "fp32", "uniform"), 1),
     ],
 )
 def test_a_frag_knows_its_registers(frag: Frag, registers: int) -> None:

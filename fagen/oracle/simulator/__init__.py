@@ -15,16 +15,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ...attention import Attention
 from ...descales import Descales
-from ...errors import InputError, InternalError
+from ...errors import InputError
 from ...plan import plan as make_plan
 from ...plan.kernel import KernelLaunch, KernelPlan, Launch, Plan, Problem, scalar_env
+from ...plan.steps import DTYPE_BYTES
 from ...schedule import Schedule
 from ..blocks import problem_of, scales_of
 from ..numeric import DTYPES, F32, Array
@@ -134,7 +135,9 @@ def _run(
             {name: np.ascontiguousarray(x.transpose(0, 2, 1, 3), np.float32) for name, x in (("q", q), ("k", k), ("v", v))},
             {"out": out, "lse": lse},
             _counters(plan, launch),
-            dict(scales),
+            spaces=_spaces(plan, launch),
+            dtypes={w.name: w.dtype for w in plan.workspaces},
+            descales=dict(scales),
         )
         for kernel, bound in zip(plan.kernels, launch.kernels):
             _run_kernel(kernel, bound, memory, seed, num_sms, ctas)
@@ -166,10 +169,23 @@ def _contiguous_strides(problem: Problem, attention: Attention) -> dict[str, tup
 
 
 def _counters(plan: Plan, launch: Launch) -> dict[str, npt.NDArray[np.int64]]:
-    other = [w.name for w in plan.workspaces if w.dtype != "i32"]
-    if other:
-        raise InternalError(f"the simulator does not know workspaces of other types than i32: {', '.join(other)}")
-    return {name: np.zeros(size // 4, np.int64) for name, size, _ in launch.workspaces}
+    counters = {w.name for w in plan.workspaces if w.dtype == "i32"}
+    return {name: np.zeros(size // 4, np.int64) for name, size, _ in launch.workspaces if name in counters}
+
+
+def _spaces(plan: Plan, launch: Launch) -> dict[str, npt.NDArray[Any]]:
+    """Workspaces of numbers, in the shape that their strides over batch, heads and rows say."""
+    strides: dict[str, int] = {}
+    for kernel, bound in zip(plan.kernels, launch.kernels):
+        strides |= scalar_env(kernel, bound)
+    sizes = {name: size for name, size, _ in launch.workspaces}
+    out = {}
+    for w in plan.workspaces:
+        if w.dtype != "i32":
+            count = sizes[w.name] // DTYPE_BYTES[w.dtype]
+            sb, sh, ss = (strides[f"{w.name}_{x}"] for x in ("sb", "sh", "ss"))
+            out[w.name] = np.full((count // sb, sb // sh, sh // ss, ss), np.nan, np.float32)
+    return out
 
 
 def _check_left_zero(plan: Plan, memory: GlobalMemory) -> None:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from ...plan import steps as st
 from ...plan.expr import Expr, as_expr
 from ..numeric import F32, Array, rounded
+from . import ladder
 from .machine import GlobalMemory, MBarrier, NamedBarrier, SharedSlot, SimulatedFault, Transfer
 from .registers import Product, Register, SharedOperand, multiply
 
@@ -196,11 +197,15 @@ class Instance:
 
     def cp_async(self, step: st.CpAsync) -> None:
         slot = self.slot(step.dst)
-        where = _share(slot.data.shape, slot.bytes, self.role.threads, self.role.warps, self.index)
+        where = self.share(slot)
         slot.write(np.nan, where, generic=self.name)
         place = (self.value(step.batch), self.value(step.head), self.value(step.seq))
         values = self.cta.memory.tile(step.src, *place, rows=slot.data.shape[0], limit=self.value(step.limit))
         self._copies.append(_Copy(slot, values, where))
+
+    def share(self, slot: SharedSlot) -> npt.NDArray[np.bool_]:
+        """The elements of a tile that this instance copies when the role's threads copy it together."""
+        return _share(slot.data.shape, slot.bytes, self.role.threads, self.role.warps, self.index)
 
     def cp_commit(self, step: st.CpCommit) -> None:
         self._groups.append(self._copies)
@@ -234,7 +239,8 @@ class Instance:
 
     def _store(self, step: st.StoreOut | st.StoreRow, rows: Array) -> None:
         batch, head, first, limit = (self.value(e) for e in (step.batch, step.head, step.first_row, step.limit))
-        self.cta.memory.store(step.dst, batch, head, first, limit, rows)
+        col = self.value(step.col) if isinstance(step, st.StoreOut) and step.col is not None else None
+        self.cta.memory.store(step.dst, batch, head, first, limit, rows, col)
 
     # tiles claimed at run time ----------------------------------------------------------------------------------------------
 
@@ -308,14 +314,18 @@ class Instance:
 
     # matrix -----------------------------------------------------------------------------------------------------------------
 
-    def _operand(self, slot: st.Slot, rows: int | None = None) -> SharedOperand:
+    def _operand(self, slot: st.Slot, rows: int | None = None, cols: int | None = None) -> SharedOperand:
         shared = self.slot(slot)
         first = 0 if slot.row is None else self.value(slot.row)
-        return SharedOperand(shared, first, shared.data.shape[0] if rows is None else rows)
+        height, width = shared.data.shape
+        return SharedOperand(shared, first, height if rows is None else rows, slot.col, width if cols is None else cols)
 
     def mma(self, step: st.Mma) -> None:
-        d, b = self.registers[step.d], self._operand(step.b)
+        d = self.registers[step.d]
         a = self.registers[step.a] if isinstance(step.a, str) else self._operand(step.a, d.shape[0])
+        depth = a.shape[1] if isinstance(a, Register) else a.now().shape[1]
+        n = d.shape[1]
+        b = self._operand(step.b, *((depth, n) if step.trans_b else (n, depth)))
         if step.unit == "wgmma":
             self._open.append(Product(step.id, d, a, b, accumulate=step.accumulate, trans_b=step.trans_b))
         else:
@@ -430,6 +440,7 @@ def _share(shape: tuple[int, int], size: int, threads: int, warps: int, index: i
 
 _PRIVATE = frozenset(
     (
+        *ladder.PRIVATE,
         *(st.Let, st.Var, st.Set, st.Advance, st.CpCommit, st.StoreOut, st.StoreRow, st.Fill, st.Limits, st.Mask),
         *(st.OnlineSoftmax, st.Pack, st.Rescale, st.Finalise, st.LoadScale),
         *(st.StaleSoftmax, st.AddSums, st.Calm, st.CopyRow, st.Hold, st.Move),
@@ -476,4 +487,5 @@ _ACTIONS: dict[type[st.Step], Callable[[Instance, Any], Blocked | None]] = {
     st.Pack: Instance.pack,
     st.Rescale: Instance.rescale,
     st.Finalise: Instance.finalise,
+    **ladder.ACTIONS,
 }

@@ -36,6 +36,10 @@ class GlobalMemory:
     counters: dict[str, npt.NDArray[np.int64]]
     descales: dict[str, F32] = field(default_factory=dict)
     """(batch, KV heads) of those given."""
+    spaces: dict[str, Array] = field(default_factory=dict)
+    """Float workspaces (batch, heads, rows, cols) in float32, NaN until written."""
+    dtypes: dict[str, str] = field(default_factory=dict)
+    """Of the workspaces."""
     written: dict[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -64,15 +68,32 @@ class GlobalMemory:
         one: np.float32 = np.float32(1) if given is None else given[batch, head]
         return one
 
-    def store(self, name: str, batch: int, head: int, first: int, limit: int, rows: Array) -> None:
-        """Write rows first, first + 1, … that lie below `limit`."""
+    def workspace(self, name: str, batch: int, head: int, first: int, rows: int, col: int, cols: int) -> Array:
+        """A view of some rows and columns of a workspace's head."""
+        x = self.spaces[name]
+        inside = 0 <= batch < x.shape[0] and 0 <= head < x.shape[1] and min(first, rows, col, cols) >= 0
+        if not (inside and first + rows <= x.shape[2] and col + cols <= x.shape[3]):
+            place = f"rows {first} … {first + rows - 1}, columns {col} … {col + cols - 1} of head {head}, batch {batch}"
+            raise SimulatedFault(f"{place} lie outside the workspace {name} {x.shape}")
+        view: Array = x[batch, head, first : first + rows, col : col + cols]
+        return view
+
+    def store(self, name: str, batch: int, head: int, first: int, limit: int, rows: Array, col: int | None = None) -> None:
+        """Write rows first, first + 1, … that lie below `limit`, or of them the columns from `col` on."""
+        if name in self.spaces:
+            kept = max(min(len(rows), limit - first), 0)
+            self.workspace(name, batch, head, first, kept, 0, 1)[:, 0] = rows[:kept]
+            return
         x = self.outputs[name]
         end = min(first + len(rows), limit)
         if end <= first:
             return
         if not (0 <= batch < x.shape[0] and 0 <= head < x.shape[1] and first >= 0 and end <= x.shape[2]):
             raise SimulatedFault(f"writes rows {first} … {end - 1} of head {head}, batch {batch} outside {name} {x.shape}")
-        x[batch, head, first:end] = rows[: end - first]
+        if col is None:
+            x[batch, head, first:end] = rows[: end - first]
+        else:
+            x[batch, head, first:end, col : col + rows.shape[1]] = rows[: end - first]
         self.written[name][batch, head, first:end] = True
 
 

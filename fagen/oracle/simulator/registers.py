@@ -59,11 +59,13 @@ class Register:
 
 @dataclass
 class SharedOperand:
-    """A tile (or its `rows` from `first`) that a product reads at some moment until it completes."""
+    """A tile (or its `rows` from `first`, `cols` from `col`) that a product reads at some moment until it completes."""
 
     slot: SharedSlot
     first: int
     rows: int
+    col: int
+    cols: int
 
     def __post_init__(self) -> None:
         self._version = self.slot.version
@@ -71,8 +73,8 @@ class SharedOperand:
 
     def now(self) -> Array:
         """What the tile holds at this moment: a synchronous reader's view."""
-        rows: Array = self.slot.data[self.first : self.first + self.rows]
-        return rows
+        part: Array = self.slot.data[self.first : self.first + self.rows, self.col : self.col + self.cols]
+        return part
 
     def read(self) -> Array:
         """What a product reads: NaN if the slot has changed since the product was issued, or was not visible to it."""

@@ -66,7 +66,10 @@ class Cases:
             for tiles in self._tile_counts():
                 for ragged in (False, True):
                     yield from self._ctas(self._problem(n, tiles, ragged), 1)
-        if self._persistent:  # two CTAs that share the tiles
+        if self.schedule.loop_order == "kv_outer" and self.attention.causal:  # rows of one tile that end in different blocks
+            s = self.schedule
+            yield from self._ctas(Problem(1, 2 * s.tile_q, 2 * s.tile_kv + s.tile_q // 2, 1, 1), 1)
+        if self._persistent or self._range:  # two CTAs that share the tiles
             yield from self._ctas(self._problem(self.trip_counts[-1], MOST_TILES, True), 2)
 
     def few(self) -> tuple[Case, ...]:
@@ -79,8 +82,13 @@ class Cases:
     def _persistent(self) -> bool:
         return self.schedule.parallelism.startswith("persistent")
 
+    @property
+    def _range(self) -> bool:
+        """A CTA owns several tiles of one head."""
+        return self.schedule.parallelism == "batch_heads" or self.schedule.loop_order == "kv_outer"
+
     def _tile_counts(self) -> tuple[int, ...]:
-        many = self._persistent or self.schedule.parallelism == "batch_heads"
+        many = self._persistent or self._range
         return tuple(range(1, MOST_TILES + 1)) if many else (MOST_TILES,)
 
     def _problem(self, n: int, tiles: int, ragged: bool) -> Problem:
@@ -88,7 +96,7 @@ class Cases:
         sequence, so that under a causal mask every tile has its own trip count, 0 included."""
         s = self.schedule
         sk = max(n * s.tile_kv - (5 if ragged else 0), 0)
-        if s.parallelism == "batch_heads":
+        if self._range:
             return Problem(1, tiles * s.tile_q - 3, sk, 2, 2) if ragged else Problem(1, tiles * s.tile_q, sk, 1, 1)
         if ragged:
             return Problem(1, tiles * s.tile_q - 3, sk, 1, 1)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from .. import steps as S
 from ..kernel import KernelPlan
+from . import ladder
 from .order import Order
 from .run import Run
 from .state import Failure, Fill, SlotKey, name
@@ -89,7 +90,7 @@ def _elected_cursors(role: S.Role) -> Iterator[str]:
 
 def check(run: Run) -> list[Failure]:
     """The failures of a run that reached its end."""
-    return [*_slots(run), *_waits(run), *_phases(run), *_left_over(run), *_counter(run)]
+    return [*_slots(run), *_waits(run), *_phases(run), *_left_over(run), *_counter(run), *ladder.regions(run)]
 
 
 def _slots(run: Run) -> Iterator[Failure]:

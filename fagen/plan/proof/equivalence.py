@@ -135,6 +135,25 @@ def _two_products(c: Change, facts: Facts) -> bool:
     return not set(writes_a) & {*reads_b, *writes_b} and not set(writes_b) & {*reads_a, *writes_a}
 
 
+def _independent(c: Change, facts: Facts) -> bool:
+    """Neither step waits or synchronises, and they share no memory and no registers that one of them writes."""
+    a, b = c.steps
+    if not (isinstance(a, MEMORY_STEPS) and isinstance(b, MEMORY_STEPS)):
+        return False
+    (reads_a, writes_a), (reads_b, writes_b) = frag_uses(a), frag_uses(b)
+    registers = set(writes_a) & {*reads_b, *writes_b} or set(writes_b) & set(reads_a)
+    return not registers and not _rings(a) & _rings(b)
+
+
+MEMORY_STEPS = (S.Copy, S.CpAsync, S.Mma, S.LoadFrag, S.StoreStats, S.MergeStats, S.StoreFrag, S.AddParts)
+
+
+def _rings(step: S.Step) -> frozenset[str]:
+    """Shared memory that a step reads or writes."""
+    slots = (getattr(step, f, None) for f in ("src", "dst", "a", "b"))
+    return frozenset(x.smem for x in slots if isinstance(x, S.Slot))
+
+
 def _older_group(c: Change, facts: Facts) -> bool:
     return isinstance(c.steps[0], S.CpCommit) and _any(c.steps[1:], S.CpAsync) and not _any(c.steps[1:], S.CpCommit, S.CpWait)
 
@@ -208,6 +227,7 @@ RULES: tuple[tuple[tuple[str, ...], str, Callable[[Change, Facts], bool]], ...] 
     (("swap",), "the named barrier orders when products are issued and guards no memory", _turn),
     (("swap",), "two loads into different rings, announced to different barriers or waited for together", _two_loads),
     (("swap",), "two products on different registers, waited for together", _two_products),
+    (("swap",), "the two touch neither the same memory nor the same registers", _independent),
     (("swap",), "the copy joins an older group, which is waited for no later", _older_group),
     (("swap",), "the copy joins a younger group, which the waits before its first read cover too", _younger_group),
     (("swap",), "the step beside the commit neither copies nor waits for copies", _commit_anywhere),

@@ -30,13 +30,13 @@ def alone(run: Run, line: Line, step: S.Step, alone: bool) -> None:
         run.refuse("who", line, step, f"is for {should} but {does} would run it")
 
 
-def _new_fill(run: Run, line: Line, step: S.TmaLoad | S.CpAsync, key: SlotKey, expected: int, asynchronous: bool) -> Fill:
+def new_fill(run: Run, line: Line, step: S.TmaLoad | S.CpAsync | S.Copy, key: SlotKey, expected: int, asynchronous: bool) -> Fill:
     env = line.env
     identity = (run.evaluate(step.head, env), run.evaluate(step.batch, env))
     return Fill(step, asynchronous, run.evaluate(step.seq, env), step.head, step.batch, identity, expected)
 
 
-def _part(run: Run, line: Line, fill: Fill, issue: int, end: int) -> None:
+def part(run: Run, line: Line, fill: Fill, issue: int, end: int) -> None:
     fill.issues.append(issue)
     fill.ends.append(end)
     fill.lines.append(line.index)
@@ -47,8 +47,8 @@ def _tma_load(run: Run, line: Line, step: S.TmaLoad) -> None:
     key = slot_key(run, line, step, step.dst)
     issue = run.event(line, step)
     lands = run.order.add(line.label(step, "lands"), run.order.masks[issue])
-    fill = _new_fill(run, line, step, key, 1, asynchronous=True)
-    _part(run, line, fill, issue, lands)
+    fill = new_fill(run, line, step, key, 1, asynchronous=True)
+    part(run, line, fill, issue, lands)
     run.fills.setdefault(key, []).append(fill)
     bar = run.mbars[step.full, key[1]]  # exists: `checks.static` compared the rings' lengths
     bar.events.append(lands)
@@ -62,8 +62,8 @@ def _cp_async(run: Run, line: Line, step: S.CpAsync) -> None:
     issue = run.event(line, step)
     end = run.order.add(line.label(step, "lands"), run.order.masks[issue])
     line.copies.append(end)
-    mine = _new_fill(run, line, step, key, run.writers[line.role.name], asynchronous=False)
-    _shared_fill(run, line, step, key, mine, issue, end)
+    mine = new_fill(run, line, step, key, run.writers[line.role.name], asynchronous=False)
+    shared_fill(run, line, step, key, mine, issue, end)
 
 
 def _transpose_v(run: Run, line: Line, step: S.TransposeV) -> None:
@@ -72,10 +72,10 @@ def _transpose_v(run: Run, line: Line, step: S.TransposeV) -> None:
     e = run.event(line, step)
     raw = read(run, line, step, step.src, e, e, asynchronous=False)
     mine = Fill(step, False, raw.seq, raw.head, raw.batch, raw.identity, run.writers[line.role.name])
-    _shared_fill(run, line, step, slot_key(run, line, step, step.dst), mine, e, e)
+    shared_fill(run, line, step, slot_key(run, line, step, step.dst), mine, e, e)
 
 
-def _shared_fill(run: Run, line: Line, step: S.Step, key: SlotKey, mine: Fill, issue: int, end: int) -> None:
+def shared_fill(run: Run, line: Line, step: S.Step, key: SlotKey, mine: Fill, issue: int, end: int) -> None:
     """A fill of which every line of the role writes a part: the n-th part of a line belongs to the slot's n-th fill."""
     turn = line.parts.get(key, 0)
     line.parts[key] = turn + 1
@@ -85,7 +85,7 @@ def _shared_fill(run: Run, line: Line, step: S.Step, key: SlotKey, mine: Fill, i
     fill = fills[turn]
     if fill.step is not step or (fill.seq, fill.identity) != (mine.seq, mine.identity):
         run.refuse("parts", line, step, f"copies other rows than the instance whose part {fill.step.id} is")
-    _part(run, line, fill, issue, end)
+    part(run, line, fill, issue, end)
 
 
 def _cp_commit(run: Run, line: Line, step: S.CpCommit) -> None:
@@ -165,7 +165,7 @@ def _put_tile(run: Run, line: Line, step: S.PutTile) -> None:
     alone(run, line, step, True)
     key, e = slot_key(run, line, step, step.dst), run.event(line, step)
     fill = Fill(step, False, run.evaluate(step.value, line.env), None, None, (0, 0))
-    _part(run, line, fill, e, e)
+    part(run, line, fill, e, e)
     run.fills.setdefault(key, []).append(fill)
 
 

@@ -28,7 +28,30 @@ _USES: dict[type[S.Step], Callable[[Any], Uses]] = {
     S.Move: lambda s: ((s.src,), (s.dst,)),
     S.Rescale: lambda s: ((s.o, s.alpha), (s.o,)),
     S.Finalise: lambda s: ((s.o, s.m, s.l), (s.o, s.lse)),
+    S.StoreScores: lambda s: ((s.src,), ()),
+    S.StoreAcc: lambda s: ((s.src,), ()),
+    S.LoadAcc: lambda s: ((), (s.dst,)),
+    S.LoadRow: lambda s: ((), (s.dst,)),
+    S.SumRow: lambda s: ((s.src,), (s.dst,)),
+    S.MulRow: lambda s: ((s.dst, s.src), (s.dst,)),
+    S.Reciprocal: lambda s: ((s.src,), (s.dst,)),
+    S.LogSumExp: lambda s: ((s.m, s.l), (s.lse,)),
+    S.RowPass: lambda s: _ROW_PASS[s.op](s.m, s.l),
+    S.StoreStats: lambda s: ((s.m, s.l), ()),
+    S.MergeStats: lambda s: ((s.m, s.l, s.part), (s.m, s.l, s.alpha, s.beta)),
+    S.StoreFrag: lambda s: ((s.src,), ()),
+    S.AddParts: lambda s: ((s.dst,), (s.dst,)),
 }
+_ROW_PASS: dict[str, Callable[[str, str], Uses]] = {
+    "max": lambda m, l: ((), (m,)),
+    "sum": lambda m, l: ((m,), (l,)),
+    "max_sum": lambda m, l: ((), (m, l)),
+    "exponentials": lambda m, l: ((m,), ()),
+}
+_LADDER_STEPS = (
+    *(S.SumRow, S.MulRow, S.Reciprocal, S.LogSumExp, S.StoreScores, S.RowPass),
+    *(S.StoreAcc, S.LoadAcc, S.LoadRow),
+)
 REGISTER_STEPS = (
     S.LoadScale,
     S.Fill,
@@ -46,8 +69,10 @@ REGISTER_STEPS = (
     S.Finalise,
     S.StoreOut,
     S.StoreRow,
+    *_LADDER_STEPS,
 )
-"""Steps that touch registers and global output only: nothing another thread could see before the kernel ends."""
+"""Steps that touch registers and global memory only: outputs that no other thread reads before the kernel ends, and workspaces, of
+which `ladder` checks the order."""
 
 
 def frag_uses(step: S.Step) -> Uses:

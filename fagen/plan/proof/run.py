@@ -14,7 +14,7 @@ from typing import Any
 from .. import steps as S
 from ..expr import Expr
 from ..kernel import KernelPlan
-from . import memory, sync
+from . import ladder, memory, sync
 from .evaluate import Evaluator
 from .order import Order
 from .registers import REGISTER_STEPS, Registers
@@ -40,6 +40,11 @@ class Run:
         self.cta_barrier = NamedState("the CTA barrier", kernel.threads)
         self.fills: dict[SlotKey, list[Fill]] = {}
         self.waits: list[WaitRecord] = []
+        self.spaces = {g.name for g in kernel.gmem if g.use == "workspace" and g.dtype != "i32"}
+        self.accesses: dict[ladder.Region, list[ladder.Access]] = {}
+        """To workspaces, in the order of the run."""
+        self.part_columns: dict[str, int] = {}
+        """Ring of the warps' parts → columns of one StoreFrag into it."""
         self.claims: list[int] = []
         self.resets: list[int] = []
         self.failures: list[Failure] = []
@@ -183,6 +188,7 @@ _PLAIN: dict[type[S.Step], Callable[[Run, Line, Any], None]] = {
     S.Var: Run._let,
     S.Set: Run._let,
     **memory.HANDLERS,
+    **ladder.HANDLERS,
     **sync.PLAIN,
 }
 _BLOCKING: dict[type[S.Step], Callable[[Run, Line, Any], Blocking]] = {
