@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from .bench_result import BenchResult, Row
 from .series import Panel, Series, panels, shape_name
+from .summary import summaries
 
 
 def markdown_table(result: BenchResult) -> str:
     """A table for each head_dim and mask; cells are TFLOP/s (median of the burst), of schedules also their speed relative to the best peer
-    of that case, bold where they are slower. Below stands what the model says of each schedule on the last shape it was timed
-    on, and why something was not timed."""
+    of that case, bold where they are slower. Below stand the means of many cases, what the model says of each schedule on the
+    last shape it was timed on, and why something was not timed."""
     found = panels(result)
     parts = [_head(result)]
     for panel in found:
@@ -21,7 +22,7 @@ def markdown_table(result: BenchResult) -> str:
         for row in case.rows
         if row.outcome != "timed"
     )
-    parts += ["\n".join(x) for x in (sentences, list(reasons)) if x]
+    parts += ["\n".join(x) for x in (_means(result), sentences, list(reasons)) if x]
     return "\n\n".join(parts)
 
 
@@ -51,6 +52,18 @@ def _cell(row: Row | None) -> str:
         return text
     told = f"{ratio.median:.2f}" if ratio.median >= 1 or ratio.median < 0.995 else f"{ratio.median:.4f}"
     return f"{text} (**{told}**)" if ratio.median < 1 else f"{text} ({told})"
+
+
+def _means(result: BenchResult) -> list[str]:
+    found = summaries(result)
+    lines = ["| relative to the best peer | | cases | geometric mean | least | below 1 | share of the matrix product |"]
+    lines.append("|---|---|---:|---:|---:|---:|---:|")
+    for s in found:
+        share = f"{100 * s.gemm_share:.0f} %"
+        lines.append(
+            f"| `{s.function}`, {s.load} | {s.group} | {s.cases} | {s.mean:.3f} | {s.least:.3f} ({s.where}) | {s.below} | {share} |"
+        )
+    return lines if found else []
 
 
 def _sentences(panel: Panel) -> list[str]:

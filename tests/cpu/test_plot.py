@@ -84,8 +84,12 @@ def test_the_markdown_table_marks_what_loses() -> None:
     assert "- `fa3` (head_dim 128, full, 1 × 16k): The tensor cores bind. It reaches 50 % of that." in text
     assert "- cudnn (torch) on hd128 e4m3 full was not timed (absent): takes no e4m3" in text
     assert "matrix product 780 TFLOP/s, copy 4.30 TB/s" in text
-    rows = [line for line in text.splitlines() if line.startswith("|")]
+    shapes, means = text.split("| relative to the best peer |")
+    rows = [line for line in shapes.splitlines() if line.startswith("|")]
     assert {line.count("|") for line in rows} == {7}, "every row of a table has a cell for every shape"
+    assert "| `fa3`, burst | hd128 bf16 full | 5 | 1.077 | 1.077 (16,16,16,1024,1024) | 0 | 90 % |" in means
+    assert "| `fa2`, burst | all bf16 | 10 | 0.508 | 0.508 (hd128 bf16 causal 16,16,16,1024,1024) | 10 | 90 % |" in means
+    assert "fa3_fp8`, burst" not in means, "no peer, no ratio"
 
 
 def test_a_ratio_just_below_one_does_not_read_as_one() -> None:
