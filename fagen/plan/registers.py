@@ -60,7 +60,7 @@ def _ladder_overhead(attention: Attention, s: Schedule) -> int:
     if s.loop_order == "kv_outer":
         more += 12 if s.partition == "split_kv" else 48
     elif s.normalise == "each_step" and s.partition == "split_q":
-        more += 24 if s.movement == "ld_st" else 48
+        more += 48
     return more
 
 
