@@ -198,7 +198,9 @@ def attention_kernel(plan: Plan) -> Callable[[int], None]:
                 address, chunk, rows, chunks, heads, batch, *rest = maps[name]
                 ss, cs, sh, sb = rest[:4]
                 if name == "v" and plan.schedule.v_transposed:  # what stands for a chunk of columns are the keys
-                    return device_array(address, (batch, heads, rows, chunk), (sb, sh, ss, size), attention.dtype).transpose(0, 3, 1, 2)
+                    return device_array(address, (batch, heads, rows, chunk), (sb, sh, ss, size), attention.dtype).transpose(
+                        0, 3, 1, 2
+                    )
                 a = device_array(address, (batch, rows, heads, chunks, chunk), (sb, ss, sh, cs, size), attention.dtype)
                 return a.reshape(batch, rows, heads, chunks * chunk)
             rows, heads = (p.sq, p.hq) if name in ("q", "out") else (p.sk, hkv)

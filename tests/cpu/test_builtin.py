@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from known_faults import unexpected_faults
 
 import fagen
 from fagen import sass
@@ -80,7 +81,9 @@ def check(b: Built) -> dict[str, int]:
 
 @pytest.mark.parametrize("name, changes", BUILT_IN, ids=label)
 def test_built_in(name: str, changes: dict[str, Any]) -> None:
-    counts = check(built(name, changes))
+    kernel = built(name, changes)
+    counts = check(kernel)
+    assert unexpected_faults(kernel) == []
     if name == "fa2":
         assert counts["HMMA"] and counts["LDGSTS"] and counts["LDSM"]
         assert counts["HGMMA"] == counts["QGMMA"] == counts["UTMALDG"] == counts["USETMAXREG"] == counts["WARPGROUP.DEPBAR"] == 0

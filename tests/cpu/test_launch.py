@@ -83,7 +83,9 @@ def make(p: Plan, fake: FakeCuda) -> Kernel:
 # struct Params -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scalars", [(), ("i64", "i32"), ("i64", "i64", "i32", "i32", "i32"), ("i32",), ("i64", "f32", "f32", "i32")])
+@pytest.mark.parametrize(
+    "scalars", [(), ("i64", "i32"), ("i64", "i64", "i32", "i32", "i32"), ("i32",), ("i64", "f32", "f32", "i32")]
+)
 @pytest.mark.parametrize("pointers", [(), ("out",), ("q", "lse", "out"), ("lse", "v", "k", "q", "out")])
 def test_params_are_laid_out_as_c_does(scalars: tuple[str, ...], pointers: tuple[str, ...]) -> None:
     names = ("q", "k", "v", "out", "lse")

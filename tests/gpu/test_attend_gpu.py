@@ -1,10 +1,7 @@
-"""`fagen.attention` on a GPU: right by the policy of `fagen check`, capturable, and cheap to call."""
+"""`fagen.attention` on a GPU: right by the policy of `fagen check`, and capturable."""
 
 from __future__ import annotations
 
-import time
-
-import numpy as np
 import pytest
 
 import fagen
@@ -62,18 +59,3 @@ def test_a_graph_captures_it_after_one_call(torch):
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, want)
-
-
-def test_host_cost_of_a_call(torch):
-    """Calls per second on a tiny problem: under 10 µs each, outputs allocated."""
-    q, k, v = tensors(torch, 1, 64, 64, 1, 1, 64)
-    fagen.attention(q, k, v)
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(20):
-        start = time.perf_counter()
-        for _ in range(100):
-            fagen.attention(q, k, v)
-        times.append((time.perf_counter() - start) / 100)
-        torch.cuda.synchronize()
-    assert np.median(times) < 10e-6, f"{np.median(times) * 1e6:.1f} µs"

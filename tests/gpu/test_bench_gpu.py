@@ -31,12 +31,12 @@ def folder(torch, tmp_path_factory):
 def spec(folder):
     """spec(problem, mask=…, labels=…, …): fa3 at head_dim 64 under each of the labels."""
 
-    def make(problem, mask="causal", labels=("fa3",), peers=("cudnn", "fa2", "fa3"), rounds=6, sustained=False):
+    def make(problem, mask="causal", labels=("fa3",), peers=("cudnn", "fa2", "fa3"), rounds=6, sustained=False, inputs="normal"):
         (item,) = common.select(["fa3"], ["head_dim=64", f"mask={mask}"])
         if "FAGEN_TEST_KERNELS" not in os.environ:
             write_built(common.built(item), folder, item.name)
         refs = tuple(KernelRef(label, str(folder), item.name) for label in labels)
-        return BenchSpec((CaseSpec(item.attention, problem, refs),), peers, rounds, sustained, 0)
+        return BenchSpec((CaseSpec(item.attention, problem, refs),), peers, rounds, sustained, 0, inputs)
 
     return make
 
@@ -76,6 +76,15 @@ def test_unequal_lengths_are_timed_without_the_peers_that_cannot(spec):
     fa3, *others = result.cases[0].rows
     assert fa3.outcome == "timed" and fa3.burst.ratio is None
     assert [row.outcome for row in others] == ["absent", "absent"] and all("top-left" in row.reason for row in others)
+
+
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("kind", ["sink", "growing"])
+def test_everybody_is_right_on_unkind_inputs(spec, kind, mask):
+    """The reference of a check is float64: a peer that is wrong here would not be timed, and nothing compared."""
+    result = run_watched(spec(Problem(1, 4096, 4096, 4, 4), mask=mask, rounds=2, inputs=kind))
+    assert result.inputs == kind and result.ok
+    assert {row.outcome for row in result.cases[0].rows} <= {"timed", "absent"}, [row.reason for row in result.cases[0].rows]
 
 
 @pytest.mark.parametrize("fault", ["wrong", "unwritten"])
