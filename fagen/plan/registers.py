@@ -52,7 +52,7 @@ def _ladder_overhead(attention: Attention, s: Schedule) -> int:
     ones; one that copies blocks alone has many addresses; copies through registers have some on their way; kv_outer has a second loop and
     the workspace's addresses; normalising each step keeps two more factors a row."""
     assert s.warps is not None
-    more = 12 * (s.tile_q // 16) if s.partition == "split_kv" else 10 * (s.tile_q // s.warps // 16 - 1)
+    more = 12 * (s.tile_q // 16) if s.partition == "split_kv" else 18 * (s.tile_q // s.warps // 16 - 1)
     if s.warps == 1:
         more += 40
     if s.movement == "ld_st":
@@ -60,7 +60,7 @@ def _ladder_overhead(attention: Attention, s: Schedule) -> int:
     if s.loop_order == "kv_outer":
         more += 12 if s.partition == "split_kv" else 48
     elif s.normalise == "each_step" and s.partition == "split_q":
-        more += 24 if s.movement == "ld_st" else 48
+        more += 48
     return more
 
 

@@ -22,13 +22,8 @@ from fagen.plan import rules
 NOT_YET: dict[str, tuple[object, ...]] = {
     "mask": ("window",),
     "sink": (True,),
-    "loop_order": ("kv_outer",),
     "parallelism": ("kv_splits",),
-    "partition": ("split_kv",),
-    "movement": ("ld_st",),
     "p_operand": ("shared",),
-    "softmax": ("three_pass", "two_pass"),
-    "normalise": ("each_step",),
     "scale_granularity": ("tensor", "head", "block"),
     "hadamard": (True,),
 }
@@ -43,11 +38,14 @@ Pair = tuple[Attention, Schedule]
 Changes = dict[str, Any]
 
 FA2, FA3 = tuple(fagen.load("fa2", head_dim=64)), tuple(fagen.load("fa3", head_dim=64))
+FA1, STANDARD = tuple(fagen.load("fa1", head_dim=64)), tuple(fagen.load("standard", head_dim=64))
 FP8: Pair = tuple(fagen.load("fa3_fp8", head_dim=64))
 FA3_2: Pair = (FA3[0], FA3[1].replace(tile_q=128, consumers=2, tile_kv=64))
 """Two consumers at head_dim 64."""
 UNIFORM: Changes = {"roles": "uniform", "overlap": "none", "tile_kv": 64}
 
+SPLIT: dict[str, Changes] = {"split_q": {"tile_q": 64, "tile_kv": 64, "warps": 4}, "split_kv": {}}
+"""Tiles that go with the partition, from fa1."""
 STALE: Changes = {"reference": "stale", "tile_kv": 64}
 
 
@@ -87,21 +85,21 @@ ACCEPTED: dict[str, list[tuple[object, Pair, Changes]]] = {
     "arch": [("sm_80", FA2, {}), ("sm_90", FA2, {}), ("sm_90a", FA3, {})],
     "tile_q": [*((q, FA2, {"warps": w, "tile_kv": 32}) for q in (16, 32, 48, 64, 128, 192, 256) for w in (1, 2, 4, 8) if q % (16 * w) == 0 and q // w <= 32), *((64 * n, FA3, consumers(n)) for n in (1, 2, 3, 4))],
     "tile_kv": [*((kv, FA2, {"warps": 4, "tile_q": 64}) for kv in (16, 48, 80, 128)), *((kv, FA3_2, {"stages": 1}) for kv in range(16, 193, 16)), *((kv, FP8, {"stages": 1}) for kv in range(32, 161, 32))],
-    "loop_order": [("q_outer", FA2, {})],
+    "loop_order": [*((o, FA1, {"partition": p, **SPLIT[p]}) for o in ("q_outer", "kv_outer") for p in ("split_q", "split_kv")), ("q_outer", FA2, {})],
     "parallelism": [("batch_heads", FA2, {}), ("query_tiles", FA2, {}), *((p, FA3, {}) for p in ("query_tiles", "persistent_static", "persistent_dynamic"))],
-    "partition": [("split_q", FA2, {})],
+    "partition": [("split_q", FA2, {}), *((p, FA1, SPLIT[p]) for p in ("split_q", "split_kv"))],
     "roles": [("uniform", FA3, UNIFORM), ("producer", FA3, {})],
     "warps": [(None, FA3, {}), *((n, FA2, warps(n)) for n in (1, 2, 4, 8))],
     "consumers": [(None, FA2, {}), *((n, FA3, consumers(n)) for n in (1, 2, 3, 4))],
     "registers": [(None, FA3, {}), (None, FA3, UNIFORM), ((24, 152), FA3, {"tile_kv": 96}), ((40, 232), FA3_2, {}), ((24, 200), FA3_2, {})],
-    "movement": [("cp_async", FA2, {}), ("tma", FA3, {})],
+    "movement": [("cp_async", FA2, {}), ("ld_st", FA2, {"stages": 1}), ("cp_async", FA1, {}), ("ld_st", FA1, {}), ("tma", FA3, {})],
     "mma": [("mma_sync", FA2, {}), ("wgmma", FA2, WGMMA)],
     "p_operand": [("registers", FA2, {}), ("registers", FA3, {})],
     "stages": [(n, base, {"tile_kv": 64}) for n in (1, 2, 3, 4, (1, 2), (2, 1), (1, 4), (3, 2)) for base in (FA2, FA3, (FA3[0], FA3[1].replace(**UNIFORM)))],
     "overlap": [*((o, FA3, {}) for o in ("none", "within", "pingpong", "both")), *((o, FA3, {**UNIFORM, "overlap": o}) for o in ("none", "within")), ("none", FA2, {})],
     "fuse_tiles": [(False, FA3, {}), (False, FA2, {}), *((True, FA3, {**STALE, "overlap": o, "parallelism": p}) for o in ("within", "both") for p in ("persistent_static", "persistent_dynamic"))],
-    "softmax": [("fused", FA3, {})],
-    "normalise": [("once", FA3, {})],
+    "softmax": [("fused", FA3, {}), ("fused", FA2, {}), ("three_pass", STANDARD, {}), ("two_pass", STANDARD, {})],
+    "normalise": [("once", FA3, {}), *((n, base, {}) for n in ("once", "each_step") for base in (FA1, FA2))],
     "reference": [("running", FA3, {}), ("running", FA2, {}), *(("stale", base, {"overlap": o, "tile_kv": 64}) for base in (FA3, FP8) for o in ("within", "both"))],
     "scale_granularity": [(None, FA3, {})],
     "hadamard": [(False, FA3, {})],
@@ -121,14 +119,18 @@ EFFECT: dict[str, list[tuple[Pair, Changes, Changes]]] = {
     "tile_q": [(FA2, {"tile_q": 64, "warps": 4}, {"tile_q": 128, "warps": 4, "tile_kv": 64}), (FA2, {"tile_kv": 32}, {"tile_kv": 32, "tile_q": 256}), (FA3, consumers(2), consumers(3))],
     "tile_kv": [(FA2, {"tile_kv": 64}, {"tile_kv": 128}), (FA3, {"tile_kv": 64}, {"tile_kv": 80})],
     "parallelism": [
-        (FA2, {"parallelism": "batch_heads"}, {"parallelism": "query_tiles"}),
+        *((base, {"parallelism": "batch_heads"}, {"parallelism": "query_tiles"}) for base in (FA1, FA2)),
         *((FA3, {"parallelism": a}, {"parallelism": b}) for a, b in (("query_tiles", "persistent_static"), ("persistent_static", "persistent_dynamic"))),
     ],
     "roles": [(FA3, UNIFORM, {**UNIFORM, "roles": "producer"})],
     "warps": [(FA2, {"tile_q": 128, "warps": 4, "tile_kv": 64}, {"tile_q": 128, "warps": 8, "tile_kv": 64})],
     "consumers": [(FA3, consumers(n), {**consumers(n + 1), "overlap": consumers(n)["overlap"]}) for n in (1, 2, 3)],
     "registers": [(FA3_2, {}, {"registers": (40, 232)}), (FA3_2, {"registers": (24, 200)}, {"registers": (24, 208)}), (FA3_2, {"registers": (24, 200)}, {"registers": (32, 200)})],
-    "movement": [(FA2, {"movement": "cp_async"}, WGMMA)],
+    "movement": [(FA2, {"movement": "cp_async"}, WGMMA), *((base, {"stages": 1, "movement": "ld_st"}, {"stages": 1, "movement": "cp_async"}) for base in (FA1, FA2))],
+    "loop_order": [(FA1, {"loop_order": a, "partition": p, **SPLIT[p]}, {"loop_order": b, "partition": p, **SPLIT[p]}) for p in ("split_q", "split_kv") for a, b in (("q_outer", "kv_outer"),)],
+    "partition": [(base, {"partition": "split_q", "tile_q": 32, "tile_kv": 64, "warps": 2}, {"partition": "split_kv", "tile_q": 32, "tile_kv": 64, "warps": 2}) for base in (FA1, FA2)],
+    "softmax": [(STANDARD, {"softmax": "three_pass"}, {"softmax": "two_pass"}), (STANDARD, {}, {"softmax": "fused"})],
+    "normalise": [(base, {"normalise": "once"}, {"normalise": "each_step"}) for base in (FA1, FA2)],
     "mma": [(FA2, {"mma": "mma_sync"}, WGMMA)],
     "stages": [(base, {"tile_kv": 64, "stages": a}, {"tile_kv": 64, "stages": b}) for base in (FA2, FA3) for a, b in ((1, 2), (2, 3), (3, 4), (2, (2, 1)), ((1, 2), (2, 1)))],
     "overlap": [(FA3, {"overlap": a}, {"overlap": b}) for a, b in (("none", "within"), ("within", "pingpong"), ("pingpong", "both"), ("none", "pingpong"), ("within", "both"))]
@@ -142,7 +144,7 @@ ONE_VALUE = {
     "head_dim_v": "None or head_dim itself",
     **dict.fromkeys(NOT_YET_SET, "None until it is honoured"),
     **dict.fromkeys(
-        ("sink", "loop_order", "partition", "p_operand", "softmax", "normalise", "scale_granularity", "hadamard"),
+        ("sink", "p_operand", "scale_granularity", "hadamard"),
         "the others are not yet honoured",
     ),
 }  # fmt: skip

@@ -16,7 +16,8 @@ from fagen.plan import rules
 from fagen.target import TARGETS, target
 
 FA2, FA3, FP8 = fagen.load("fa2"), fagen.load("fa3"), fagen.load("fa3_fp8")
-NAMES = {FA2[1]: "fa2", FA3[1]: "fa3", FP8[1]: "fa3_fp8"}
+FA1, STANDARD = fagen.load("fa1"), fagen.load("standard")
+NAMES = {FA1[1]: "fa1", STANDARD[1]: "standard", FA2[1]: "fa2", FA3[1]: "fa3", FP8[1]: "fa3_fp8"}
 ILLEGAL = sorted((Path(__file__).parents[1] / "illegal").glob("*.py"))
 
 Pair = tuple[Attention, Schedule]
@@ -120,6 +121,13 @@ MISTAKES: list[tuple[Pair, dict[str, Any], str, str, tuple[str, ...]]] = [
     (FA3, {"v_transposed": True}, "v-transposed", "v_transposed", ("e4m3", "bf16")),
     (FP8, {"roles": "uniform", "overlap": "none", "stages": 1, "tile_kv": 64}, "v-transposed", "v_transposed", ("uniform", "transpose")),
     (FP8, {"tile_kv": 80}, "tile-kv", "tile_kv", ("80", "32")),
+    (FA1, {"stages": 2}, "stages", "stages", ("2 slots", "'ld_st'")),
+    (FA1, {"tile_kv": 96}, "tile-kv", "tile_kv", ("96", "16 keys", "4 warps")),
+    (FA3, {"loop_order": "kv_outer"}, "loop-order", "loop_order", ("'kv_outer'", "mma_sync")),
+    (FA3, {"partition": "split_kv"}, "partition", "partition", ("'split_kv'", "mma_sync")),
+    (FA3, {"normalise": "each_step"}, "normalise", "normalise", ("'each_step'", "mma_sync")),
+    (STANDARD, {"parallelism": "batch_heads"}, "softmax", "parallelism", ("'three_pass'", "'query_tiles'", "'batch_heads'")),
+    (STANDARD, {"tile_kv": 32}, "tile-kv", "tile_kv", ("32", "64")),
     # resources
     (FA3, {"tile_kv": 192, "stages": 3}, "smem", "tile_kv", ("328192", "232448", "3 K", "3 V")),
     (FA2, {"arch": "sm_80", "tile_kv": 144}, "smem", "tile_kv", ("180736", "166912", "2 K", "2 V")),
