@@ -15,7 +15,7 @@ import numpy as np
 from ..attention import Attention
 from ..errors import LaunchError
 from ..oracle import CheckProblem, Verdict, check, compare, make_case, sample_rows, simulate, simulate_sample
-from ..oracle.baseline import baseline_rows
+from ..oracle.baseline import baseline_rows, score_step
 from ..oracle.numeric import DTYPES
 from ..oracle.reference import reference_rows
 from ..schedule import Schedule
@@ -81,6 +81,7 @@ def judge_outputs(attention: Attention, problem: CheckProblem, seed: int, path: 
         reference=reference_rows(attention, c.q, c.k, c.v, rows, **c.descales),
         baseline=baseline_rows(attention, c.q, c.k, c.v, rows, **c.descales),
         dtype=attention.output_dtype,
+        score_step=score_step(attention, c.q, c.k, **c.descales),
     )
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from ..attention import Attention
 from ..interop.arrays import FRAMEWORK_NAMES
+from ..oracle.baseline import score_step_of
 from ..oracle.compare import Verdict, compare
 from ..oracle.numeric import E4M3_DEPTH, E4M3_P_SCALE, E4M3_SUM_BITS
 from ..plan.kernel import Problem
@@ -34,6 +35,7 @@ class Expected:
     reference: tuple[Array, Array]
     baseline: tuple[Array, Array]
     dtype: str
+    score_step: float
 
 
 def expected(torch: Any, attention: Attention, problem: Problem, q: Any, k: Any, v: Any, seed: int) -> Expected:
@@ -53,7 +55,9 @@ def expected(torch: Any, attention: Attention, problem: Problem, q: Any, k: Any,
         rows_q, keys_k, keys_v = (t.float() for t in (q[b, index, h], k[b, :, h // group], v[b, :, h // group]))
         reference.append(_exact(torch, attention, rows_q.double(), keys_k.double(), keys_v.double(), hidden))
         baseline.append(_rounded(torch, attention, rows_q, keys_k, keys_v, hidden))
-    return Expected(batches, heads, rows, _stack(torch, reference), _stack(torch, baseline), attention.output_dtype)
+    q_top, k_top = (t.float().abs().amax(dim=(0, 1, 2)) for t in (q, k))
+    step = score_step_of(attention, float((q_top * k_top).max()))
+    return Expected(batches, heads, rows, _stack(torch, reference), _stack(torch, baseline), attention.output_dtype, step)
 
 
 def judge(torch: Any, want: Expected, out: Any, lse: Any | None) -> Verdict:
@@ -65,7 +69,7 @@ def judge(torch: Any, want: Expected, out: Any, lse: Any | None) -> Verdict:
     b, h, r = (torch.as_tensor(i, device=out.device) for i in (want.batches, want.heads, want.rows))
     got = _numpy(out[b[:, None], r[None, :], h[:, None]])[:, :, None]
     got_lse = want.reference[1] if lse is None else _numpy(lse[b[:, None], h[:, None], r[None, :]])[:, None]
-    return compare(got, got_lse, reference=want.reference, baseline=want.baseline, dtype=want.dtype)
+    return compare(got, got_lse, reference=want.reference, baseline=want.baseline, dtype=want.dtype, score_step=want.score_step)
 
 
 def _sample(rng: np.random.Generator, n: int, count: int, edge: int) -> Array:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ..attention import Attention
 from ..descales import Descales
 from .blocks import problem_of, row_blocks, scales_of
-from .numeric import E4M3_P_SCALE, F32, Array, cast, rounded, tensor_core
+from .numeric import E4M3_DEPTH, E4M3_P_SCALE, F32, Array, cast, last_bit, rounded, tensor_core
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -24,6 +24,25 @@ def baseline(attention: Attention, q: Array, k: Array, v: Array, **descales: Unp
     (batch, heads, seqlen_q) in float32. Its error is a yardstick, never a truth.
     """
     return baseline_rows(attention, q, k, v, np.arange(q.shape[1]), **descales)
+
+
+def score_step(attention: Attention, q: Array, k: Array, **descales: Unpack[Descales]) -> float:
+    """What the tensor core may cut off one score at most, if its largest term is no larger than largest q times largest k of a column:
+    one last bit kept for each product of depth 32. 0 for types whose sums keep float32. Arguments as `baseline`."""
+    if attention.dtype != "e4m3" or not q.size or not k.size:
+        return 0.0
+    scales = scales_of(attention, problem_of(attention, q, k, k), descales)
+    of_q, of_k = (float(scales[n].max()) if n in scales else 1.0 for n in ("q_descale", "k_descale"))
+    columns = [np.abs(x.astype(np.float32)).reshape(-1, attention.head_dim).max(axis=0) for x in (q, k)]
+    return score_step_of(attention, float((columns[0] * columns[1]).max())) * of_q * of_k
+
+
+def score_step_of(attention: Attention, largest_term: float) -> float:
+    """`score_step` of scores whose largest term is known."""
+    if attention.dtype != "e4m3":
+        return 0.0
+    cuts = -(-attention.head_dim // E4M3_DEPTH)
+    return cuts * float(last_bit(np.float32(largest_term))) * attention.softmax_scale
 
 
 def baseline_rows(

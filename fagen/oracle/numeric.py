@@ -76,7 +76,7 @@ def tensor_core(a: Array, b: Array, dtype: str, *, terms: bool = False) -> Array
             _add_cut_terms(total, rows, columns)
         else:
             total += matmul(rows, columns)
-            _cut(total, _step(np.abs(total)))
+            _cut(total, last_bit(np.abs(total)))
     return total
 
 
@@ -84,14 +84,14 @@ def _add_cut_terms(total: F32, a: Array, b: Array) -> None:
     largest = np.abs(total)
     for x, y in zip(a.T, b):
         np.maximum(largest, np.abs(np.multiply.outer(x, y)), out=largest)
-    step = _step(largest)
+    step = last_bit(largest)
     _cut(total, step)
     for x, y in zip(a.T, b):
         term: F32 = np.multiply.outer(x, y)
         total += _cut(term, step)
 
 
-def _step(largest: F32) -> F32:
+def last_bit(largest: F32 | np.float32) -> F32:
     """The last bit kept beside a largest term."""
     _, exponent = np.frexp(largest)
     step: F32 = np.ldexp(np.float32(1), exponent - 1 - E4M3_SUM_BITS)

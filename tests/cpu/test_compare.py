@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from fagen import Attention
-from fagen.oracle import Verdict, baseline, check, compare, make_inputs, reference, sample_rows, ulp
+from fagen.oracle import DTYPES, Verdict, baseline, check, compare, make_inputs, reference, sample_rows, ulp
+from fagen.oracle.baseline import score_step
 from fagen.plan.kernel import Problem
 
 
@@ -130,3 +131,19 @@ def test_yardstick_comes_from_float64_not_from_the_baseline():
     poor = base[0].astype(float) + 0.1
     assert compare(poor, base[1], reference=ref, baseline=(poor, base[1]), dtype="bf16").passed
     assert not compare(ref[0] + 0.5, base[1], reference=ref, baseline=(poor, base[1]), dtype="bf16").passed
+
+
+def test_scores_of_e4m3_may_lose_what_the_tensor_core_cuts():
+    """One key: lse is the score itself, and the baseline's own error may be 0. Two last bits for head_dim 64, and no more."""
+    a = Attention(head_dim=64, dtype="e4m3", out_dtype="bf16")
+    q, k = (np.zeros((1, 1, 1, 64), DTYPES["e4m3"]) for _ in range(2))
+    q[..., 0] = k[..., 0] = 3.0
+    step = score_step(a, q, k, k_descale=np.array([[2.0]], np.float32))
+    assert step == 2 * 2.0 ** (3 - 13) * 2.0 * a.softmax_scale
+    assert score_step(a.replace(dtype="bf16"), q, k) == 0.0
+    one = np.ones((1, 1, 1, 64))
+    for error, passed in ((0.9 * step, True), (2 * step, False)):
+        lse = np.array([[[1.125]]])
+        given = {"reference": (one, lse), "baseline": (one, lse), "dtype": "bf16"}
+        assert compare(one, lse + error, **given, score_step=step).passed == passed
+        assert not compare(one, lse + error, **given).passed
