@@ -30,7 +30,10 @@ COMMANDS = {
     "cache": "The cache of compiled kernels.",
     "repro": "Run the case of a repro bundle again.",
 }
-"""Name → short help; the command is `command` in this package's module of that name."""
+"""Name → short help; the command is `command` in this package's module of that name, but for those of MODULES."""
+
+MODULES = {"run": "run_command"}
+"""Modules with another name than their command's: importing fagen.cli.run would hide the function `run` of this package."""
 
 INTERNAL, INTERRUPTED, BROKEN_PIPE = 70, 130, 141
 
@@ -44,7 +47,7 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        command = import_module(f"{__name__}.{name}").command
+        command = import_module(f"{__name__}.{MODULES.get(name, name)}").command
         assert isinstance(command, click.Command)
         return command
 

@@ -11,6 +11,7 @@ import click
 
 from ..errors import InputError
 from . import common
+from . import needed as need
 
 if TYPE_CHECKING:
     from ..check import CaseResult, GpuRun, Item
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 @common.causal_option
 @common.set_option
 @common.variants_option
+@click.option("--grid", metavar="NAME", help="Of `tuned`: the kernels that `fagen bench tuned --grid NAME` needs (paper, ladder).")
 @common.from_option
 @click.option("--evidence", metavar="FILE", help="Write the results there, as evidence of this code (a JSON beside the .cu).")
 @click.option("--repeat", type=click.IntRange(1), default=1, help="Run every case so often; all runs must give the same bits.")
@@ -44,6 +46,7 @@ def command(
     causal: bool,
     settings: tuple[str, ...],
     variants: bool,
+    grid: str | None,
     folder: str | None,
     evidence: str | None,
     repeat: int,
@@ -57,12 +60,17 @@ def command(
     Without --shape on the grid of shapes where kernels go wrong: tile edges, lengths 0 and 1, more queries than keys, grouped heads,
     strides, several tiles a CTA. A kernel on the GPU that hangs is killed after --timeout; it and a wrong one leave a bundle for
     `fagen repro`.
+
+    SCHEDULE `tuned` is every kernel of the tuned table, each once; with --set of head_dim, dtype or mask, those of the entries that have
+    it. With --grid, it is what the table has for the sizes of that grid.
     """
     from ..check import parse_shape
 
-    items = common.select(schedules, settings, causal, variants)
+    items = _select(schedules, settings, causal, variants, grid)
     problems = [parse_shape(s) for s in shapes]
     where = common.choose_device(device)
+    if evidence and need.TUNED in schedules:
+        raise InputError("--evidence", f"one file holds one schedule's; {need.TUNED} is many")
     _refuse_clashes(where, items, folder, evidence, jitter, bool(shapes))
     seed = secrets.randbelow(1 << 31) if seed is None else seed
     kernels = [_item(i, problems, jitter is not None) for i in items]
@@ -85,6 +93,28 @@ def command(
         for name, path in about.get("bundles", {}).items():
             common.note(f"{name}: repro bundle {path}")
     return int(bool(failed))
+
+
+def _select(
+    schedules: Sequence[str], settings: Sequence[str], causal: bool, variants: bool, grid: str | None
+) -> list[common.Selected]:
+    """The kernels named, in that order; `tuned` among them stands for those of the tuned table."""
+    if need.TUNED not in schedules:
+        if grid is not None:
+            raise InputError("--grid", f"chooses among the kernels of `{need.TUNED}`; sizes to check are given by --shape")
+        return common.select(schedules, settings, causal, variants)
+    if variants:
+        raise InputError("--variants", f"given beside {need.TUNED}, whose kernels have an attention each; one of them is enough")
+    items: list[common.Selected] = []
+    named = iter(common.select([s for s in schedules if s != need.TUNED], settings, causal))
+    for source in dict.fromkeys(schedules):
+        if source != need.TUNED:
+            items.append(next(named))
+        elif grid is None:
+            items += need.entries(settings, causal)
+        else:
+            items += need.distinct(need.needed([source], settings, causal or None, grid, (), False))
+    return items
 
 
 def _refuse_clashes(

@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..errors import CompileError
+from ..errors import CompileError, InputError
 from . import common
+from . import needed as need
 
 if TYPE_CHECKING:
     from ..plan import Plan, Problem
@@ -24,17 +25,33 @@ if TYPE_CHECKING:
 def command(schedule: str, settings: tuple[str, ...], causal: bool, shape: str | None, no_compile: bool, as_json: bool) -> None:
     """Show a kernel's loop nest, where its tiles and barriers lie in shared memory, which registers each role holds, how the work is
     divided and what overlaps; with --shape, what binds there: hbm, tensor, exp, parallelism or latency.
+
+    SCHEDULE `tuned` is the one that the tuned table has for --shape (on this GPU, or on an H200 where there is none): it is said which
+    entry that is and why.
     """
     from ..explore.explain import explain
 
     problem = None if shape is None else parse_problem(shape)
-    (item,) = common.select([schedule], settings, causal)
+    item, about = _chosen(schedule, settings, causal, shape)
     plan = common.planned(item)
     answer = explain(plan, None if no_compile else report_of(plan, item.name), problem)
     if as_json:
-        common.write_json({"name": item.name, **answer})
+        common.write_json({"name": item.name, **({"about": about} if about else {}), **answer})
     else:
+        if about:
+            common.write(f"{schedule} is {about}", "")
         _print(item, answer)
+
+
+def _chosen(schedule: str, settings: tuple[str, ...], causal: bool, shape: str | None) -> tuple[common.Selected, str]:
+    """The kernel, and for `tuned` which one that is and why ("" for others)."""
+    if schedule != need.TUNED:
+        (item,) = common.select([schedule], settings, causal)
+        return item, ""
+    if shape is None:
+        raise InputError("--shape", f"is needed: {need.TUNED} is a schedule for each size")
+    (kernel,) = need.needed([schedule], settings, causal or None, None, [shape], False)
+    return kernel.item, kernel.about
 
 
 def parse_problem(shape: str) -> Problem:

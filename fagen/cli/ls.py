@@ -1,4 +1,4 @@
-"""fagen ls: the built-in schedules and the state of their evidence."""
+"""fagen ls: the built-in schedules, the steps between them, and the state of their evidence."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import click
 
 from .. import evidence
 from ..errors import ScheduleError
-from ..library import builtin_names, load, resource_dir
+from ..library import builtin_names, chain_names, load, resource_dir
 from . import common
 
 if TYPE_CHECKING:
@@ -24,18 +24,20 @@ REQUIRE = "FAGEN_REQUIRE_EVIDENCE"
 @click.option("--generated", metavar="DIR", help="Where NAME.json stand. Default: ./generated, else that of the checkout.")
 @common.json_option
 def command(generated: str | None, as_json: bool) -> int:
-    """List the built-in schedules, with what a GPU has shown of exactly today's code.
+    """List the built-in schedules and the chains between them, with what a GPU has shown of exactly today's code.
 
     fresh: at least 60 cases passed on this code. stale: the code has changed since. failed: a case or check did not pass. none: nothing
-    is known. illegal: the rules refuse it. FAGEN_REQUIRE_EVIDENCE=1 makes everything but fresh, of any variant, exit 1.
+    is known. illegal: the rules refuse it. FAGEN_REQUIRE_EVIDENCE=1 makes everything but fresh, of any variant of a built-in schedule,
+    exit 1; steps of a chain are shown, not required.
     """
     folder = Path(generated) if generated else default_generated()
-    rows = [survey(name, folder) for name in builtin_names()]
+    builtins = builtin_names()
+    rows = [survey(name, folder) for name in (*builtins, *chain_names())]
     if as_json:
         common.write_json(rows)
     else:
         common.write(_table(rows))
-    lacking = [f"{r['name']} ({', '.join(missing)})" for r in rows if (missing := _missing(r))]
+    lacking = [f"{r['name']} ({', '.join(missing)})" for r in rows if r["name"] in builtins and (missing := _missing(r))]
     if lacking and os.environ.get(REQUIRE, "") not in ("", "0"):
         common.note(f"{REQUIRE} is set, and evidence is not fresh: {'; '.join(lacking)}")
         return 1
@@ -49,12 +51,12 @@ def default_generated() -> Path:
 
 
 def survey(name: str, folder: Path) -> dict[str, Any]:
-    """A built-in schedule: its plan, its tiles, and the state of the evidence of its own attention and of every variant."""
+    """A schedule by name: its plan, its tiles, and the state of the evidence of its own attention and of every variant."""
     from ..emit import emit
     from ..plan import assemble
 
     own = load(name)
-    record = evidence.read(folder / f"{name}.json")
+    record = evidence.read(folder / f"{Path(name).name}.json")
     states: dict[str, str] = {}
     for item in common.select([name], variants=True):
         label = evidence.variant_id(item.attention)

@@ -1,6 +1,7 @@
 """The kernels that a bench needs: of the schedules named, of the tuned table, and with something removed.
 
-`bench` times them, `build` compiles the same ones for a machine without this compiler.
+`bench` times them, `build` compiles the same ones for a machine without this compiler, `check` compares those of the tuned table with
+float64, and `explain` shows the one for a size.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ..explore.ablation import ablations
 from ..library import load
 from ..plan.kernel import Problem
 from ..schedule import Schedule
-from .common import Selected, parse_settings, select
+from .common import Selected, note, parse_settings, select
 
 if TYPE_CHECKING:
     from ..explore.bench_result import CaseSpec
@@ -130,6 +131,30 @@ def _tuned(settings: Sequence[str], grid: str | None, shapes: Sequence[str]) -> 
         about = f"{_knobs(attention, schedule)}, {schedule.id}: {choice.why}"
         found.append(Needed(item, label(item), (problem,), about))
     return found
+
+
+def entries(settings: Sequence[str], causal: bool) -> list[Selected]:
+    """Each kernel of the tuned tables once, whatever the sizes it is for. Settings of head_dim, dtype and mask keep the entries that have
+    them; others change every kernel. An entry that `tuned.choose` would pass over is left out, and said. InputError where none is left.
+    """
+    changes = parse_settings(settings, causal)
+    wanted = {n: changes.pop(n) for n in ("head_dim", "dtype", "mask") if n in changes}
+    mine = {n: v for n, v in changes.items() if n in Attention.field_names()}
+    knobs = {n: v for n, v in changes.items() if n not in mine}
+    found: dict[Selected, None] = {}
+    for entry in (e for table in tuned.builtin_tables() for e in table.entries):
+        if any(getattr(entry, n) != v for n, v in wanted.items()):
+            continue
+        attention = load(entry.base, head_dim=entry.head_dim, dtype=entry.dtype, mask=entry.mask).attention.replace(**mine)
+        if reason := entry.unusable(attention):
+            note(f"the tuned table's {entry.label} is left out: {reason}")
+            continue
+        schedule = entry.schedule.replace(**knobs)
+        found[_item(TUNED, variant_id(attention), attention, schedule, own_schedule=not knobs)] = None
+    if not found:
+        which = ", ".join(f"{n}={v}" for n, v in wanted.items())
+        raise InputError(TUNED, f"the tuned table has no usable entry{f' with {which}' if which else ''}; --grid takes the nearest")
+    return list(found)
 
 
 def _device() -> tuned.Device:

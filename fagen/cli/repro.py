@@ -31,7 +31,7 @@ def command(bundle: str, debug: bool, timeout: float, as_json: bool) -> int:
     if debug:
         built = _debug_build(built)
     if "input" in case:
-        from .run import on_gpu
+        from .run_command import on_gpu
 
         on_gpu(built, case["input"], None, bool(case.get("cast")), timeout, bundles=None)
         answer: dict[str, Any] = {"name": facts["name"], "passed": True, "reason": ""}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -18,16 +19,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from fagen import Attention, InputError, Schedule, evidence, npz
+from fagen import Attention, InputError, Schedule, evidence, npz, tuned
 from fagen.check import reason_no_gpu
-from fagen.cli import COMMANDS, ls, run
+from fagen.cli import COMMANDS, MODULES, ls, needed, run
 from fagen.cli import check as check_command
 from fagen.cli.common import parse_settings, parse_value, select, variants_of
 from fagen.compile import load_built
 from fagen.emit import emit
-from fagen.library import builtin_names, load
+from fagen.library import builtin_names, chain_names, load
 from fagen.oracle import CheckProblem, make_inputs, reference, transpose_v
-from fagen.plan import plan
+from fagen.plan import Problem, plan
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NO_GPU = pytest.mark.skipif(not reason_no_gpu(), reason="there is a GPU here")
@@ -38,6 +39,14 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FAGEN_REQUIRE_EVIDENCE", raising=False)
     return tmp_path
+
+
+def test_no_command_hides_a_name_of_the_package() -> None:
+    """A module of the package that is imported becomes its attribute: `fagen.cli.run` has to stay the function."""
+    modules = [f"fagen.cli.{MODULES.get(name, name)}" for name in COMMANDS]
+    code = f"import fagen.cli as c; own = set(vars(c)); import {', '.join(modules)}; print(callable(c.run), [m for m in {modules} if m[10:] in own])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "True []\n", done.stderr
 
 
 class Outcome:
@@ -117,6 +126,12 @@ def test_help_imports_neither_numpy_nor_rich() -> None:
         (["prove", "fa3", "--set", "stages=9"], "[stages] stages: 9"),
         (["repro", "nowhere"], "nowhere: is not a repro bundle"),
         (["ls", "--jsn"], "No such option"),
+        (["check", "fa3", "--grid", "paper"], "--grid: chooses among the kernels of `tuned`"),
+        (["check", "tuned", "--grid", "papers", "--device", "cpu"], "papers"),
+        (["check", "tuned", "--variants"], "--variants: given beside tuned"),
+        (["check", "tuned", "--evidence", "x.json"], "--evidence: one file holds one schedule's"),
+        (["check", "tuned", "--set", "dtype=e4m3"], "tuned: the tuned table has no usable entry with dtype=e4m3"),
+        (["explain", "tuned"], "--shape: is needed"),
     ],
 )
 def test_a_mistake_is_one_message_and_exit_2(arguments: list[str], message: str, fagen: Any, here: Path) -> None:
@@ -469,7 +484,7 @@ def test_run_looks_at_the_output_before_it_works(output: str, fagen: Any, here: 
 
 def test_run_compiles_an_edited_source(here: Path, monkeypatch: pytest.MonkeyPatch, fagen: Any) -> None:
     """Up to the launch, which is played: the edited text is what is compiled, with the same plan."""
-    from fagen.cli import run as run_command
+    from fagen.cli import run_command
 
     assert fagen("build", "fa2", "-o", ".", "--set", "head_dim=64").code == 0
     text = (here / "fa2.hd64-bf16-full.cu").read_text()
@@ -490,6 +505,63 @@ def test_run_compiles_an_edited_source(here: Path, monkeypatch: pytest.MonkeyPat
     answer = fagen(*arguments, "broken.cu")
     assert answer.code == 1 and "konst" in answer.err and "broken.cu(" in answer.err
     assert fagen(*arguments, "none.cu").code == 2
+
+
+# the tuned table ----------------------------------------------------------------------------------------------------------
+
+
+def tuned_kernels(**wanted: Any) -> set[tuple[Attention, Schedule]]:
+    """Of the entries that have the fields wanted."""
+    entries = [e for t in tuned.builtin_tables() for e in t.entries if all(getattr(e, n) == v for n, v in wanted.items())]
+    return {(Attention(head_dim=e.head_dim, dtype=e.dtype, mask=e.mask), e.schedule) for e in entries}
+
+
+@pytest.mark.parametrize("wanted", [{}, {"head_dim": 64}, {"mask": "causal"}, {"head_dim": 128, "mask": "full"}])
+def test_entries_of_the_tuned_table_are_its_kernels(wanted: dict[str, Any]) -> None:
+    items = needed.entries([f"{n}={v}" for n, v in wanted.items()], causal=False)
+    assert {(i.attention, i.schedule) for i in items} == tuned_kernels(**wanted)
+    assert len(items) == len(tuned_kernels(**wanted)) == len({i.name for i in items}), "each kernel once"
+
+
+def test_settings_change_every_entry() -> None:
+    (item, *_) = items = needed.entries(["stages=1", "out_dtype=fp16", "head_dim=256"], causal=True)
+    assert all(i.schedule.stages == 1 and i.attention.out_dtype == "fp16" and i.attention.mask == "causal" for i in items)
+    assert not item.own_schedule
+
+
+def test_an_entry_that_is_never_chosen_is_left_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    (table,) = tuned.builtin_tables()
+    old, *others = table.entries
+    changed = dataclasses.replace(table, entries=(dataclasses.replace(old, schedule_id="00000000"), *others))
+    monkeypatch.setattr(tuned, "builtin_tables", lambda: (changed,))
+    wanted = {e.schedule.id for e in others if (e.head_dim, e.mask) == (old.head_dim, old.mask)}
+    assert {i.schedule.id for i in needed.entries([f"head_dim={old.head_dim}", f"mask={old.mask}"], False)} == wanted
+    assert f"{old.label} is left out: its schedule is {old.schedule.id} now" in capsys.readouterr().err
+
+
+def test_check_tuned(fagen: Any) -> None:
+    options = ("--device", "cpu", "--shape", "1,2,1,70,130", "--set", "head_dim=64", "--json")
+    cases = fagen("check", "tuned", *options).json["cases"]
+    assert len(cases) == len(tuned_kernels(head_dim=64)) == len({c["kernel"] for c in cases})
+    both = [c["kernel"] for c in fagen("check", "tuned", "fa2", *options).json["cases"]]
+    assert both == [*(c["kernel"] for c in cases), "fa2.hd64-bf16-full"], "in the order of the command line"
+
+
+def test_check_tuned_on_a_grid_has_what_bench_needs(fagen: Any) -> None:
+    options = ("--device", "cpu", "--shape", "1,1,1,65,65", "--set", "head_dim=128", "--set", "dtype=fp16", "--json")
+    checked = {c["kernel"] for c in fagen("check", "tuned", "--grid", "paper", *options).json["cases"]}
+    bench = needed.distinct(needed.needed(["tuned"], ["head_dim=128", "dtype=fp16"], None, "paper", (), False))
+    assert checked == {i.name for i in bench} and len(checked) >= 2
+
+
+def test_explain_tuned_says_which_and_why(fagen: Any) -> None:
+    options = ("--shape", "1,32,32,16384,16384", "--causal", "--set", "head_dim=64", "--no-compile")
+    choice = tuned.choose(Attention(head_dim=64, mask="causal"), Problem(1, 16384, 16384, 32, 32))
+    answer = fagen("explain", "tuned", *options, "--json").json
+    assert answer["schedule"] == choice.schedule.to_dict() and answer["attention"]["mask"] == "causal"
+    assert choice.entry is not None and choice.why in answer["about"] and choice.schedule.id in answer["about"]
+    assert fagen("explain", "tuned", *options).out.startswith(f"tuned is {answer['about']}\n")
+    assert "about" not in fagen("explain", "fa3", "--no-compile", "--json").json
 
 
 # prove, explain, ls, cache ------------------------------------------------------------------------------------------------
@@ -556,7 +628,7 @@ def test_ls_tells_the_state_of_evidence(fagen: Any, here: Path, monkeypatch: pyt
     (here / "generated" / "fa3.json").write_text(json.dumps(record))
     answer = fagen("ls", "--json")
     rows = {r["name"]: r for r in answer.json}
-    assert answer.code == 0 and set(rows) == set(builtin_names())
+    assert answer.code == 0 and list(rows) == [*builtin_names(), *chain_names()]
     row = rows["fa3"]
     assert row["plan"] == plan(*own).id and row["tile_kv"] == own.schedule.tile_kv and row["gpu"] == "NVIDIA H200"
     assert row["evidence"] == "fresh" and row["variants"]["hd64-fp16-full"] == "stale"
@@ -566,7 +638,7 @@ def test_ls_tells_the_state_of_evidence(fagen: Any, here: Path, monkeypatch: pyt
     monkeypatch.setenv("FAGEN_REQUIRE_EVIDENCE", "1")
     answer = fagen("ls")
     assert answer.code == 1 and "fa2 (own attention none, 11 variants none)" in answer.err
-    assert "fa3 (10 variants none, 1 variants stale)" in answer.err
+    assert "fa3 (10 variants none, 1 variants stale)" in answer.err and "chain/" not in answer.err
 
 
 def test_ls_requires_nothing_more_once_all_is_fresh(fagen: Any, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -585,6 +657,15 @@ def test_ls_requires_nothing_more_once_all_is_fresh(fagen: Any, here: Path, monk
         (here / "generated" / f"{name}.json").write_text(json.dumps(record))
     monkeypatch.setenv("FAGEN_REQUIRE_EVIDENCE", "1")
     assert fagen("ls").code == 0
+
+
+def test_ls_reads_the_evidence_of_a_step_beside_that_of_the_others(fagen: Any, here: Path) -> None:
+    name = "chain/fa2_to_fa3_2_producer"
+    entry = {"code_sha256": emit(plan(*load(name))).code_sha256, "cases": [{"shape": [1] * 5, "passed": True}] * 60}
+    (here / "generated").mkdir()
+    (here / "generated" / "fa2_to_fa3_2_producer.json").write_text(json.dumps({"evidence": entry}))
+    rows = {r["name"]: r["evidence"] for r in fagen("ls", "--json").json}
+    assert {n for n, state in rows.items() if state == "fresh"} == {name}
 
 
 def test_cache_commands(fagen: Any, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

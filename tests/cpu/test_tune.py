@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 import fagen
-from fagen import Attention, InputError, LaunchError, Schedule, load, tuned
+from fagen import Attention, InputError, LaunchError, Schedule, cli, load, tuned
 from fagen.check import CaseResult as CheckResult
-from fagen.cli import run as run_command
 from fagen.explore import bench_lab, tune, tune_run
 from fagen.explore.bench_result import BenchSpec, CaseResult, Row, Timing
 from fagen.explore.timing import Interval, Reading
@@ -420,7 +419,7 @@ def test_a_peer_that_ends_the_context_ends_the_run(monkeypatch: pytest.MonkeyPat
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    code = run_command(["tune", *arguments])
+    code = cli.run(["tune", *arguments])
     out, err = capsys.readouterr()
     return code, out, err
 

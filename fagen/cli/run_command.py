@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..compile import Built
     from ..guard import Channel
 
-TASK = "fagen.cli.run:serve"
+TASK = "fagen.cli.run_command:serve"
 READ_SECONDS = 600.0
 """For reading, converting and writing files of any size; no kernel runs meanwhile."""
 SECONDS_PER_TILE = 0.0015
