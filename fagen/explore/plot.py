@@ -82,7 +82,7 @@ def draw(result: BenchResult) -> Any:
         ax.set_ylim(bottom=0)
     handles = {name: line for ax in axes.flat for line in ax.get_lines() for name in [line.get_label()] if name in looks}
     order = [name for name in looks if name in handles]
-    figure.legend([handles[n] for n in order], order, loc="outside upper left", ncols=min(len(order), 4 * cols), frameon=False)
+    figure.legend([handles[n] for n in order], order, loc="outside upper left", ncols=min(len(order), 3 * cols), frameon=False)
     figure.supxlabel(_caption(result, found), fontsize=7.5, color="#555555", x=0.01, ha="left")
     return figure
 
