@@ -123,17 +123,24 @@ class BoundCall:
     """A plan bound to sizes and strides on one device; `run` launches it for given addresses. Safe to use from many threads.
 
     `functions`: handles of the plan's kernels, in order. `pool`: None if the plan has no workspace. `debug`: device address of the
-    debug record, 0 without one.
+    debug record, 0 without one. `user`: the kernel's number in the pool.
     """
 
     def __init__(
-        self, plan: Plan, launch: Launch, device: int, functions: tuple[int, ...], pool: Workspaces | None, debug: int = 0
+        self,
+        plan: Plan,
+        launch: Launch,
+        device: int,
+        functions: tuple[int, ...],
+        pool: Workspaces | None,
+        debug: int = 0,
+        user: int = 0,
     ):
         self.device = device
         self.launch = launch
         self.out_shape, self.lse_shape = output_shapes(plan.attention, launch.problem).values()
         self._context = driver.primary_context(device)
-        self._pool = pool
+        self._pool, self._user = pool, user
         self._requests: tuple[Request, ...] = tuple(w for w in launch.workspaces if w[0] != "debug")
         self._debug = (debug,) if debug else ()
         self._no_keys = launch.problem.sk == 0
@@ -170,8 +177,13 @@ class BoundCall:
             driver.pop_context()
 
     def _run(self, values: tuple[int, ...], numbers: tuple[float, ...], stream: int) -> None:
-        if self._pool is not None:
-            values += self._pool.pointers(self._requests, stream)
+        if self._pool is None:
+            self._launch(values, numbers, stream)
+            return
+        with self._pool.lock:
+            self._launch(values + self._pool.pointers(self._requests, stream, self._user), numbers, stream)
+
+    def _launch(self, values: tuple[int, ...], numbers: tuple[float, ...], stream: int) -> None:
         values += self._debug
         with self._lock:
             for function, a in self._kernels:

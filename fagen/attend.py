@@ -2,7 +2,8 @@
 
 Two look-ups before the kernel's own: the call's shapes and types lead to a kernel, once found; else the arguments are described and
 checked in full, `tuned.choose` picks the schedule, and the kernel of that (attention, schedule) is compiled through the disk cache or
-taken from memory. Kernels stay in memory until the process ends.
+taken from memory. Kernels stay in memory until the process ends, one for each (attention, schedule) met, since a CUDA graph may
+have captured any of them; only `scale` lets their number grow. Their workspaces do not add up: kernels share them, one per stream.
 """
 
 from __future__ import annotations

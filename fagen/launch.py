@@ -20,7 +20,7 @@ from .interop import Array, check, framework_of, output_shapes, stream_handle
 from .interop.arrays import FRAMEWORK_NAMES
 from .interop.pytorch import raw_stream
 from .plan.kernel import DESCALES, Launch, Plan, Problem
-from .workspace import workspaces
+from .workspace import new_user, workspaces
 
 MAX_BOUND_CALLS = 512
 """Distinct (device, sizes, strides) a kernel remembers; then the oldest go."""
@@ -62,6 +62,7 @@ class Kernel:
         self.cubin = cubin
         self.report = report
         self._seed = 0
+        self._user = new_user()
         self._setup = threading.Lock()
         self._loaded: dict[int, tuple[int, tuple[int, ...]]] = {}  # device → module, functions in the plan's order
         self._debug: dict[int, tuple[int, int, int]] = {}  # device → host address, device address, bytes
@@ -245,7 +246,9 @@ class Kernel:
                 launch = self.plan.bind(problem, strides, driver.device_info(device).num_sms, self._seed, scale_strides)
                 needs_pool = any(name != "debug" for name, _, _ in launch.workspaces)
                 debug = self._debug_address(device, launch) if self.plan.debug else 0
-                bound = BoundCall(self.plan, launch, device, functions, workspaces(device) if needs_pool else None, debug)
+                bound = BoundCall(
+                    self.plan, launch, device, functions, workspaces(device) if needs_pool else None, debug, self._user
+                )
                 _bounded_insert(self._bound, key, bound)
         return bound
 
@@ -276,15 +279,19 @@ class Kernel:
         return functions
 
     def unload(self) -> None:
-        """Wait for every device the kernel ran on, and give its modules back. The next call loads it again; CUDA graphs that
-        captured it must not be replayed any more."""
+        """Wait for every device the kernel ran on, and give back its modules and its workspaces: the memory kept for the streams it
+        ran on (kernels share it; the next call of one allocates again) and for the CUDA graphs that captured it. The next call loads
+        the kernel again; those graphs must not be replayed any more, and it must not be called meanwhile."""
         with self._setup:
+            needs_pool = any(w.name != "debug" for w in self.plan.workspaces)
+            self._forget_bound()
             while self._loaded:
                 device, (module, _) = self._loaded.popitem()
                 with driver.use_device(device):
                     driver.synchronize()
+                    if needs_pool:
+                        workspaces(device).release(self._user)
                     driver.module_unload(module)
-            self._forget_bound()
 
     # debug builds ------------------------------------------------------------------------------------------------------
 

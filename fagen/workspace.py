@@ -8,18 +8,29 @@ that go into a CUDA graph, which may be replayed on any stream at any later time
   larger           one buffer per owner, which grows outside captures. Memory cannot be allocated inside a capture, so a capture
                    takes over the buffer that a warm-up call on the same stream left behind (and must not be replayed before that
                    warm-up call is done)
+
+A stream has one buffer of each name, the largest that was asked for, whichever kernels ask: a smaller one is freed before it grows,
+after the launches that use it. What a capture took over is kept, since nothing here can tell when its graph is gone; `release` frees it
+when a kernel is given back.
 """
 
 from __future__ import annotations
 
 import threading
 from functools import cache
+from itertools import count
 
 from . import driver
 from .errors import LaunchError
 
 SLOT_BYTES = 64
 SLOTS = 16384  # 1 MiB a device: enough for some ten thousand captured graphs
+
+MAX_READY = 4096
+"""Kinds of launch (owner, user, sizes) whose addresses are remembered; then all are looked up anew."""
+
+new_user = count(1).__next__
+"""A number for a kernel, by which `release` knows its workspaces; never given twice, as an id() may be."""
 
 Owner = int | tuple[int, int]
 Request = tuple[str, int, bool]
@@ -31,14 +42,18 @@ class Workspaces:
 
     def __init__(self, device: int):
         self._device = device
-        self._lock = threading.Lock()
-        self._ready: dict[tuple[Owner, tuple[Request, ...]], tuple[int, ...]] = {}
+        self.lock = threading.RLock()
+        """Held from `pointers` until the launch is queued: else a buffer could be freed, or used by another kernel, in between."""
+        self._ready: dict[tuple[Owner, int, tuple[Request, ...]], tuple[int, ...]] = {}
+        self._owners: dict[int, set[Owner]] = {}  # by user
         self._slots: dict[tuple[Owner, str, bool], int] = {}
         self._buffers: dict[tuple[Owner, str, bool], tuple[int, int]] = {}
-        self._pool = self._allocate(SLOT_BYTES * SLOTS, zeroed=True)
+        pool = self._allocate(SLOT_BYTES * SLOTS, zeroed=True)
+        self._free_slots = [pool + SLOT_BYTES * i for i in reversed(range(SLOTS))]
 
-    def pointers(self, requests: tuple[Request, ...], stream: int) -> tuple[int, ...]:
-        """Device addresses, in order, for a launch on the stream. Only the owner's first call costs more than a look-up.
+    def pointers(self, requests: tuple[Request, ...], stream: int, user: int) -> tuple[int, ...]:
+        """Device addresses, in order, for a launch of the user on the stream. Only the owner's first call costs more than a look-up.
+        The caller holds `lock`.
 
         LaunchError: the pool is exhausted, or a large workspace is missing inside a capture.
         """
@@ -46,24 +61,38 @@ class Workspaces:
         owner: Owner = (stream, -capture) if capture else stream  # negative: never equal to a thread's number below
         if stream == driver.PER_THREAD_STREAM and not capture:
             owner = (stream, threading.get_ident())
-        found = self._ready.get((owner, requests))
+        found = self._ready.get((owner, user, requests))
         if found is None:
-            with self._lock:
-                found = tuple(self._provide(owner, stream, bool(capture), r) for r in requests)
-                self._ready[owner, requests] = found
+            self._owners.setdefault(user, set()).add(owner)
+            found = tuple(self._provide(owner, stream, bool(capture), r) for r in requests)
+            if len(self._ready) >= MAX_READY:
+                self._ready.clear()
+            self._ready[owner, user, requests] = found
         return found
+
+    def release(self, user: int) -> None:
+        """Wait for the device, then free the large workspaces of every stream that the user launched on (the next launch there
+        allocates again) and all that the captures it took part in hold: their graphs must not be replayed any more."""
+        with self.lock:
+            driver.synchronize()
+            for owner in self._owners.pop(user, set()):
+                self._forget(owner)
+                for key in [k for k in self._buffers if k[0] == owner]:
+                    driver.mem_free(self._buffers.pop(key)[0])
+                if isinstance(owner, tuple) and owner[1] < 0:  # a capture; its kernels left the slots as they found them
+                    self._free_slots += [self._slots.pop(k) for k in list(self._slots) if k[0] == owner and k[2]]
 
     def _provide(self, owner: Owner, stream: int, capturing: bool, request: Request) -> int:
         name, nbytes, zeroed = request
         key = (owner, name, zeroed)
         if nbytes <= SLOT_BYTES:
             if key not in self._slots:
-                if len(self._slots) == SLOTS:
+                if not self._free_slots:
                     raise LaunchError(
                         f"all {SLOTS} workspace slots of cuda:{self._device} are taken: every stream, and every captured CUDA graph, "
-                        "keeps one for good; launch on fewer streams or capture fewer graphs in one process"
+                        "keeps one; launch on fewer streams, capture fewer graphs in one process, or unload kernels whose graphs are gone"
                     )
-                self._slots[key] = self._pool + SLOT_BYTES * len(self._slots)
+                self._slots[key] = self._free_slots.pop()
             return self._slots[key]
         ptr, size = self._buffers.get(key, (0, 0))
         if size >= nbytes:
@@ -80,8 +109,9 @@ class Workspaces:
         else:
             if size:
                 driver.stream_synchronize(stream)  # earlier launches may still use the smaller one
-                driver.mem_free(ptr)
                 self._forget(owner)
+                del self._buffers[key]  # before the allocation, which may fail
+                driver.mem_free(ptr)
             ptr, size = self._allocate(nbytes, zeroed), nbytes
         self._buffers[key] = ptr, size
         return ptr

@@ -73,6 +73,7 @@ class Lab:
     def __init__(self, spec: BenchSpec, doing: Doing = silent):
         self._spec, self._doing = spec, doing
         self._case: int | None = None
+        self._open: list[Callable[[], None]] = []  # what frees the memory of the case's functions
         self._at("torch starts", PREPARE_SECONDS)
         torch = self._torch = require_torch()
         self._index = int(torch.cuda.current_device())
@@ -147,7 +148,7 @@ class Lab:
     @contextmanager
     def case(self, number: int) -> Iterator[None]:
         """Around the work on a case: an error of torch (a kernel that trapped shows at the next synchronisation) becomes a LaunchError,
-        and memory is given back, so that every case starts alike."""
+        and memory is given back, graphs and kernels' workspaces too, so that every case starts alike."""
         self._case = number
         case = self._spec.cases[number]
         try:
@@ -155,6 +156,8 @@ class Lab:
         except RuntimeError as e:
             raise LaunchError(f"{case.attention.label} on {case.problem}: {_one_line(e)}") from e
         self._torch.cuda.synchronize()
+        while self._open:
+            self._open.pop()()
         self._torch.cuda.empty_cache()
         self._case = None
 
@@ -170,7 +173,9 @@ class Lab:
 
     def _schedule(self, case: CaseSpec, ref: KernelRef, q: Any, k: Any, v: Any, want: verify.Expected) -> Candidate:
         torch, p, a = self._torch, case.problem, case.attention
-        kernel = self._kernels[ref.directory, ref.file]
+        loaded = self._kernels[ref.directory, ref.file]
+        # one of its own, so that unloading it ends no other's graph
+        kernel = Kernel(loaded.plan, loaded.source, loaded.cubin, loaded.report)
         ids = kernel.plan.schedule.id, kernel.plan.id, kernel.report.compiler
         row = Row(ref.label, "schedule", None, *ids, "failed", "", None, None, None, None, ref.about)
         self._at(f"{ref.label} runs for the first time", LAUNCH_SECONDS, ref.label)
@@ -181,9 +186,10 @@ class Lab:
             row = replace(row, prediction=prediction(kernel, p))
         except (FagenError, torch.cuda.OutOfMemoryError) as e:
             self._check_alive(ref.label, e)
+            kernel.unload()  # the functions after it may need what it got hold of
             return Candidate(replace(row, reason=_one_line(e)), None)
         self._check_alive(ref.label)
-        return self._judged(row, lambda: kernel(q, k, v, out=out, lse=lse), out, lse, want)
+        return self._judged(row, lambda: kernel(q, k, v, out=out, lse=lse), out, lse, want, kernel.unload)
 
     def _peer(self, case: CaseSpec, name: str, q: Any, k: Any, v: Any, want: verify.Expected) -> Candidate:
         title = peers.PEERS[name].title
@@ -196,18 +202,30 @@ class Lab:
             return Candidate(replace(row, reason=str(e)), None)
         return self._judged(row, call, out, None, want)
 
-    def _judged(self, row: Row, call: Callable[[], Any], out: Any, lse: Any, want: verify.Expected) -> Candidate:
+    def _judged(
+        self,
+        row: Row,
+        call: Callable[[], Any],
+        out: Any,
+        lse: Any,
+        want: verify.Expected,
+        release: Callable[[], None] = lambda: None,
+    ) -> Candidate:
         self._at(f"{row.function} is verified", PREPARE_SECONDS, row.function)
         verdict = verify.judge(self._torch, want, out, lse)
         ratio = float(verdict.error_ratio) if math.isfinite(verdict.error_ratio) else None
         row = replace(row, outcome="timed" if verdict.passed else "wrong", reason=verdict.reason, error_ratio=ratio)
         if not verdict.passed:
+            release()
             return Candidate(row, None)
         self._at(f"{row.function} is captured", PREPARE_SECONDS, row.function)
         try:
-            return Candidate(row, GraphTask(self._torch, row.function, call, self.clock))
+            task = GraphTask(self._torch, row.function, call, self.clock, release)
+            self._open.append(task.close)
+            return Candidate(row, task)
         except (FagenError, RuntimeError) as e:  # cannot be captured, or no memory for its graph
             self._check_alive(row.function, e)
+            release()
             return Candidate(replace(row, outcome="failed", reason=f"in a CUDA graph: {_one_line(e)}"), None)
 
     def _check_alive(self, label: str, error: BaseException | None = None) -> None:

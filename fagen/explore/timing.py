@@ -143,10 +143,12 @@ def launches_for(measured_ms: float, launches: int, target_ms: float = GRAPH_MS)
 
 class GraphTask:
     """A function captured in a CUDA graph of about `GRAPH_MS` back-to-back launches. `call` queues one launch on torch's current
-    stream and must have run once before (a first call loads the kernel, which cannot be captured)."""
+    stream and must have run once before (a first call loads the kernel, which cannot be captured). `release` frees what
+    `call` keeps in memory for its streams and graphs, once a graph is gone; the next `call` makes it anew."""
 
-    def __init__(self, torch: Any, name: str, call: Callable[[], Any], clock: Clock):
-        self._torch, self.name, self._call = torch, name, call
+    def __init__(self, torch: Any, name: str, call: Callable[[], Any], clock: Clock, release: Callable[[], None] = lambda: None):
+        self._torch, self.name, self._call, self._release = torch, name, call, release
+        self._graph: Any = None
         self.launches = 2
         for _ in range(3):  # the first guess includes the graph's own launch latency, which misleads for kernels of microseconds
             self._capture()
@@ -161,6 +163,8 @@ class GraphTask:
 
     def _capture(self) -> None:
         torch = self._torch
+        if self._graph is not None:
+            self.close()
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             self._call()  # leaves behind, on this stream, the workspace that a capture takes over
@@ -169,6 +173,12 @@ class GraphTask:
         with torch.cuda.graph(self._graph, stream=stream):
             for _ in range(self.launches):
                 self._call()
+
+    def close(self) -> None:
+        """Wait, then let the graph and the memory that its launches use go. The task cannot be replayed any more."""
+        self._torch.cuda.synchronize()
+        self._graph = None
+        self._release()
 
     def once(self) -> None:
         self._call()

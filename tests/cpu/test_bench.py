@@ -204,6 +204,32 @@ def test_a_graph_takes_about_four_milliseconds(ms):
     assert torch.calls[first_capture - 1] is False, "a warm-up call on the capturing stream comes first"
 
 
+def test_a_graph_is_gone_before_its_memory_is_released():
+    torch, held = FakeCudaTorch(), []
+
+    def call():
+        torch.launch(0.01)
+        held.append("launch")
+
+    task = GraphTask(torch, "f", call, TimeOf(torch), lambda: held.clear())
+    assert 0 < len(held) <= task.launches + 1, "a graph that is captured anew holds nothing of the one before"
+    task.close()
+    assert held == [] and task._graph is None
+
+
+def test_a_case_frees_what_its_functions_hold():
+    log = []
+    lab = object.__new__(bench_lab.Lab)
+    cuda = types.SimpleNamespace(synchronize=lambda: log.append("wait"), empty_cache=lambda: log.append("empty cache"))
+    lab._spec, lab._torch, lab._case = types.SimpleNamespace(cases=[None]), types.SimpleNamespace(cuda=cuda), None
+    lab._open = []
+    for _ in range(2):
+        with lab.case(0):
+            lab._open += [lambda: log.append("close 1"), lambda: log.append("close 2")]
+        assert log == ["wait", "close 2", "close 1", "empty cache"] and lab._open == []
+        log.clear()
+
+
 def test_torch_clock_wakes_the_gpu_then_times_the_graph():
     log = []
 

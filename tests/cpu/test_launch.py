@@ -354,9 +354,7 @@ def test_an_exhausted_pool_says_so(fake: FakeCuda, torch, monkeypatch: pytest.Mo
 
 
 def test_a_large_workspace_grows_outside_captures_and_is_taken_over_by_one(fake: FakeCuda, torch) -> None:
-    p = schedule_plan()
-    kernel_plan = with_workspace(p, 4096).kernels[0]
-    p = replace(p, kernels=(kernel_plan,), workspaces=(Workspace("scratch", "fp32", sym("sq") * 1024, zeroed=False),))
+    p = scratch_plan()
     kernel = Kernel(p, "", b"", None)
     seen = scratch_addresses(p, fake)
     small, large = ([Tensor(x) for x in qkv(sq=sq)] for sq in (2, 9))
@@ -377,6 +375,91 @@ def test_a_large_workspace_grows_outside_captures_and_is_taken_over_by_one(fake:
     with pytest.raises(LaunchError, match=r"'scratch' \(8192 bytes\) .* warm up first"):
         kernel(*small, stream=4)
     assert len(fake.launches) == count
+
+
+def scratch_plan() -> Plan:
+    """With a workspace of 4 KiB a query."""
+    p = schedule_plan()
+    kernel = with_workspace(p, 4096).kernels[0]
+    return replace(p, kernels=(kernel,), workspaces=(Workspace("scratch", "fp32", sym("sq") * 1024, zeroed=False),))
+
+
+def test_unloading_frees_the_workspaces_of_streams_and_captures_but_not_those_of_other_kernels(fake: FakeCuda, torch) -> None:
+    p = scratch_plan()
+    kernel, other = Kernel(p, "", b"", None), Kernel(p, "", b"", None)
+    seen = scratch_addresses(p, fake)
+    tensors = [Tensor(x) for x in qkv()]
+    for k, stream in ((kernel, 3), (other, 4)):
+        k(*tensors, stream=stream)
+        fake.capturing[stream] = 10 + stream
+        k(*tensors, stream=stream)
+        fake.capturing.clear()
+        k(*tensors, stream=stream)
+    mine, theirs = set(seen[:3]), set(seen[3:])
+    assert len(mine) == len(theirs) == 2 and mine | theirs <= set(fake.memory)
+    fake.calls.clear()
+    kernel.unload()
+    assert not mine & set(fake.memory) and theirs <= set(fake.memory)
+    assert fake.calls.index("cuCtxSynchronize") < fake.calls.index("cuMemFree"), "queued launches may use them"
+    kernel(*tensors, stream=3)
+    assert seen[-1] in fake.memory, "the next call allocates again"
+    kernel(*tensors, stream=4)
+    assert seen[-1] in theirs, "kernels share what a stream has"
+
+
+def test_many_sizes_streams_and_graphs_leave_no_memory_behind(fake: FakeCuda, torch) -> None:
+    p = scratch_plan()
+    seen = scratch_addresses(p, fake)
+    base = None
+    for case in range(6):
+        kernel = Kernel(p, "", b"", None)
+        tensors = [Tensor(x) for x in qkv(sq=2 + case)]
+        for stream in (7, 20 + case):
+            kernel(*tensors, stream=stream)
+            fake.capturing[stream] = 100 + 10 * case + stream
+            kernel(*tensors, stream=stream)
+            fake.capturing.clear()
+        kernel.unload()
+        base = base or set(fake.memory)
+        assert set(fake.memory) == base
+    assert len(seen) == 24
+
+
+def test_an_allocation_that_fails_leaves_no_freed_buffer_in_use(fake: FakeCuda, torch) -> None:
+    p = scratch_plan()
+    kernel = Kernel(p, "", b"", None)
+    seen = scratch_addresses(p, fake)
+    small, large = ([Tensor(x) for x in qkv(sq=sq)] for sq in (2, 9))
+    kernel(*small, stream=3)
+    fake.fail["cuMemAlloc"] = fake.CUresult.CUDA_ERROR_OUT_OF_MEMORY
+    with pytest.raises(driver.DriverError, match=r"CUDA_ERROR_OUT_OF_MEMORY"):
+        kernel(*large, stream=3)
+    assert seen[0] not in fake.memory
+    fake.fail.clear()
+    kernel(*small, stream=3)
+    assert seen[-1] in fake.memory
+
+
+def test_the_slots_of_graphs_return_when_their_kernel_is_unloaded(fake: FakeCuda, torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fagen.workspace.SLOTS", 2)
+    kernel = Kernel(with_workspace(schedule_plan(), 8), "", b"", None)
+    tensors = [Tensor(x) for x in qkv()]
+    for capture in (1, 2, 3):
+        kernel(*tensors, stream=1)
+        fake.capturing[1] = capture
+        kernel(*tensors, stream=1)
+        fake.capturing.clear()
+        kernel.unload()
+
+
+def test_remembered_addresses_are_bounded(fake: FakeCuda, torch, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fagen.workspace.MAX_READY", 4)
+    p = scratch_plan()
+    kernel = Kernel(p, "", b"", None)
+    seen = scratch_addresses(p, fake)
+    for sq in (20, *range(1, 20)):
+        kernel(*(Tensor(x) for x in qkv(sq=sq)), stream=3)
+    assert len(set(seen)) == 1 and len(fagen.launch.workspaces(0)._ready) <= 4
 
 
 def test_a_first_call_inside_a_capture_is_refused_before_it_touches_the_driver(fake: FakeCuda, torch) -> None:
