@@ -17,10 +17,16 @@ Axes = Mapping[str, Sequence[Any]]
 
 WGMMA_AXES: dict[int, dict[str, tuple[Any, ...]]] = {
     64: {"consumers": (2, 3, 4), "tile_kv": (48, 64, 96, 128, 160), "stages": (2, 4)},
-    128: {"consumers": (2,), "tile_kv": (80, 96, 112, 128, 144, 160, 176), "stages": (2, 3)},
+    128: {
+        "consumers": (2,),
+        "tile_kv": (80, 96, 112, 128, 144, 160, 176),
+        "stages": (2,),
+        "parallelism": ("persistent_dynamic", "persistent_static", "query_tiles"),
+    },
     256: {"consumers": (2,), "tile_kv": (32, 48, 64, 80, 96), "stages": (1, 2)},
 }
-"""By head_dim, for 16-bit types. Larger blocks need more registers, of which each consumer has the fewer the more there are."""
+"""By head_dim, for 16-bit types. Larger blocks need more registers, of which each consumer has the fewer the more there are.
+A third stage was never faster at head_dim 128; there, a fixed order of tiles was for few and equal ones, a CTA a tile for long ones."""
 E4M3_TILE_KV: dict[int, tuple[int, ...]] = {64: (96, 128, 160, 192), 128: (128, 160, 192, 224), 256: (64, 96, 128)}
 SOFTMAX_AXES: dict[str, tuple[Any, ...]] = {
     "overlap": ("within", "both"),

@@ -173,8 +173,9 @@ def test_one_real_compilation(fake: FakeCuda) -> None:
 def test_the_schedule_is_the_tables_choice_for_the_sizes(compiler: Compiler) -> None:
     for length in (512, 16384):
         fagen.attention(*qkv(1, 1, length, 1, 1, 128))
-    short, long = (s.tile_kv for _, s in compiler.asked)
-    assert (short, long) == (128, 144)
+    short, long = (s for _, s in compiler.asked)
+    assert (short.tile_kv, long.tile_kv) == (128, 128)
+    assert (short.parallelism, long.parallelism) == ("persistent_static", "query_tiles")
     fagen.attention(*qkv(1, 3, 600, 2, 1, 128))  # other sizes of a bucket: the same kernel
     assert len(compiler.asked) == 2
 
