@@ -499,7 +499,7 @@ def test_a_size_without_a_winner_is_exit_code_1(machine: FakeRunner, capsys: pyt
         (("--from", "/nowhere"), "there is no folder /nowhere"),
         (("--build-only", "/dev/null/x"), "--build-only: /dev/null/x cannot be made"),
         (("--output", "/nowhere/x.json"), "--output: /nowhere/x.json cannot be written"),
-        (("--set", "head_dim=80"), "none of 112 schedules is legal for hd80 bf16 full; the given one itself: [head-dim]"),
+        (("--set", "head_dim=80"), "none of 168 schedules is legal for hd80 bf16 full; the given one itself: [head-dim]"),
     ],
 )
 def test_mistakes_on_the_command_line(arguments: tuple[str, ...], message: str, machine: FakeRunner, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
