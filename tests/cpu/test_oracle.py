@@ -87,11 +87,13 @@ def test_rows_are_a_part_of_the_whole(mask):
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_what_is_no_array_is_named(name):
     q, k, v = (np.zeros((1, 3, 2, 64), ml_dtypes.bfloat16) for _ in range(3))
-    given = {"q": q, "k": k, "v": v} | {name: q.tolist()}
+    given = {"q": q, "k": k, "v": v}
     attention, schedule = load("fa1", head_dim=64)
     for function in (lambda **x: reference(attention, **x), lambda **x: simulate(attention, schedule, **x)):
         with pytest.raises(InputError, match=rf"^{name}: is a list; expected a NumPy array"):
-            function(**given)
+            function(**given | {name: q.tolist()})
+        with pytest.raises(InputError, match=rf"^{name}: has 1 dimensions"):
+            function(**given | {name: q.reshape(-1)})
 
 
 def test_reference_takes_head_dim_v_and_a_scale():
