@@ -13,17 +13,19 @@ import argparse
 import csv
 import json
 import re
+import shutil
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 import fagen
-from fagen.compile import build, load_built
-from fagen.emit import emit
+from fagen.cli.bench import check_output
+from fagen.cli.common import built, planned, select
+from fagen.cli.explain import parse_problem
+from fagen.errors import FagenError, InputError, LaunchError
 from fagen.explore.explain import explain
 from fagen.launch import Kernel
 from fagen.oracle import make_inputs
@@ -44,30 +46,42 @@ def main() -> None:
     options.add_argument("schedules", nargs="+")
     options.add_argument("--shape", required=True, help="B,HQ,HKV,SQ,SK")
     options.add_argument("--from", dest="built", help="where `fagen build` wrote the kernels")
-    options.add_argument("--output", type=Path)
+    options.add_argument("--output")
     options.add_argument("--launch", action="store_true", help=argparse.SUPPRESS)
     o = options.parse_args()
-    b, hq, hkv, sq, sk = map(int, o.shape.split(","))
-    problem = Problem(b, sq, sk, hq, hkv)
-    if o.launch:
-        launch(o.schedules, problem, o.built)
-        return
+    try:
+        if o.launch:
+            launch(o.schedules, parse_problem(o.shape), o.built)
+        else:
+            compare(o)
+    except FagenError as e:
+        print(f"memory_traffic.py: {e}", file=sys.stderr)
+        sys.exit(e.exit_code)
+
+
+def compare(o: argparse.Namespace) -> None:
+    """Predict and measure; what is wrong with the arguments is said before anything runs."""
+    problem = parse_problem(o.shape)
+    if not problem.sk:
+        raise InputError("--shape", f"{o.shape!r} has no keys; what does nothing is not measured")
+    target = check_output("--output", o.output)
+    for item in select(o.schedules):
+        planned(item)
+        if o.built:
+            built(item, folder=o.built)
+    if shutil.which("ncu") is None:
+        raise LaunchError("ncu is not on the PATH; it comes with NVIDIA Nsight Compute")
     rows = merge(o.schedules, problem, measure(sys.argv[1:]))
     show(rows, o.shape)
-    if o.output:
-        o.output.write_text(json.dumps({"shape": o.shape, "metrics": METRICS, "kernels": rows}, indent=1) + "\n")
+    if target:
+        target.write_text(json.dumps({"shape": o.shape, "metrics": METRICS, "kernels": rows}, indent=1) + "\n")
 
 
-def launch(names: list[str], problem: Problem, built: str | None) -> None:
+def launch(names: list[str], problem: Problem, folder: str | None) -> None:
     """What runs under ncu: each schedule once, on random inputs."""
-    for name in names:
-        attention, schedule = fagen.load(name)
-        if built:
-            b = load_built(built, name)
-        else:
-            plan = assemble(attention, schedule)
-            b = build(plan, emit(plan, name))
-        Kernel(b.plan, b.source.text, b.cubin, b.report)(*make_inputs(attention, problem, seed=0))
+    for item in select(names):
+        b = built(item, folder=folder)
+        Kernel(b.plan, b.source.text, b.cubin, b.report)(*make_inputs(item.attention, problem, seed=0))
 
 
 def measure(arguments: list[str]) -> list[dict[str, Any]]:

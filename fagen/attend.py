@@ -8,6 +8,7 @@ have captured any of them; only `scale` lets their number grow. Their workspaces
 
 from __future__ import annotations
 
+import math
 import numbers
 import sys
 import threading
@@ -66,7 +67,7 @@ def attention(
     kernel = key = None
     try:
         device = q.get_device() if torch is not None and isinstance(q, torch.Tensor) else _device(q)
-        key = (q.shape, k.shape, q.dtype, device, causal, scale, None if out is None else out.dtype)
+        key = (q.shape, k.shape, q.dtype, device, causal, scale, type(causal), type(scale), None if out is None else out.dtype)
         kernel = _calls.get(key)
     except (AttributeError, TypeError):  # an exporter of DLPack and no more, or what is no tensor: described below
         key = None
@@ -150,7 +151,10 @@ def _scale(scale: Any, head_dim: int) -> float | None:
         return None
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):  # a tensor's value may change from call to call
         raise InputError("scale", f"is a {type(scale).__name__}; expected a number")
-    number = float(scale)
+    try:
+        number = float(scale)
+    except OverflowError:  # an int beyond float64
+        number = math.inf
     if not SCALES[0] <= number <= SCALES[1]:
         raise InputError("scale", f"is {number}; expected a number from {SCALES[0]:g} to {SCALES[1]:g}")
     return None if number == head_dim**-0.5 else number

@@ -51,7 +51,10 @@ def as_number(name: str, value: Any) -> float | None:
             value = value.item()
         if type(value) is bool or not isinstance(value, numbers.Real):
             return None
-        value = float(value)
+        try:
+            value = float(value)
+        except OverflowError:  # an int beyond float64
+            raise InputError(name, "is too large; a descale is a finite float32 number") from None
     if not abs(value) <= LARGEST:
         raise InputError(name, f"is {value}; a descale is a finite float32 number")
     if name == DESCALES[2]:
@@ -95,5 +98,16 @@ def as_arrays(attention: Attention, given: Descales, shape: tuple[int, int]) -> 
     arrays = {}
     for name, value in values.items():
         number = as_number(name, value)
-        arrays[name] = as_array(name, np.asarray(value), shape) if number is None else np.full(shape, number, np.float32)
+        arrays[name] = as_array(name, _as_numpy(name, value), shape) if number is None else np.full(shape, number, np.float32)
     return arrays
+
+
+def _as_numpy(name: str, value: Any) -> npt.NDArray[Any]:
+    import numpy as np
+
+    try:
+        return np.asarray(value)
+    except ValueError as e:  # a ragged list
+        raise InputError(
+            name, f"is a {type(value).__name__} that is no array; expected float32 (batch, kv_heads), or one number"
+        ) from e

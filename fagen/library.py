@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import io
+import os
 import types
 from functools import lru_cache
 from pathlib import Path
@@ -89,7 +90,13 @@ def _tiles(path: Path, names: dict[str, Any], attention: Attention, changes: dic
 
 
 def _path(source: str | Path) -> Path:
+    if not isinstance(source, (str, os.PathLike)):
+        raise InputError(
+            "source", f"is a {type(source).__name__}; expected the name of a built-in schedule or the path of a schedule file"
+        )
     text = str(source)
+    if not text:
+        raise InputError("source", f"is empty; built-in schedules: {', '.join(builtin_names())}")
     if isinstance(source, str) and source in (*builtin_names(), *chain_names()):
         return resource_dir("schedules") / f"{source}.py"
     path = Path(source)
@@ -102,6 +109,10 @@ def _path(source: str | Path) -> Path:
     if not is_file:
         near = difflib.get_close_matches(text, (*builtin_names(), *chain_names()))
         hint = f"did you mean {' or '.join(near)}?" if near else f"built-in schedules: {', '.join(builtin_names())}"
+        if text.startswith("chain") and not near:
+            hint = f"steps: {', '.join(chain_names())}"
+        if text == "tuned":
+            hint = "it stands for the table of tuned schedules in build, check, explain and bench alone"
         raise InputError(text, f"no such schedule file or name; {hint}")
     return path
 

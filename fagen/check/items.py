@@ -48,6 +48,8 @@ def parse_shape(text: str) -> CheckProblem:
         raise InputError("--shape", f"{text!r} is not B,HQ,HKV,SQ,SK: five whole numbers such as 2,8,2,512,512") from None
     if min(batch, hq, hkv, sq, sk) < 0:
         raise InputError("--shape", f"{text!r} has a negative size")
+    if max(batch, hq, hkv, sq, sk) >= 1 << 30:
+        raise InputError("--shape", f"{text!r} has a size outside 0 … 2^30 − 1")
     if hq % max(hkv, 1) or hq and not hkv:
         legal = [n for n in range(1, hq + 1) if hq % n == 0]
         near = sorted(sorted(legal, key=lambda n: abs(n - hkv))[:3])

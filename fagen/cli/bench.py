@@ -13,7 +13,7 @@ import click
 
 from ..errors import InputError
 from . import needed as need
-from .common import Progress, Selected, built, built_name, from_option, json_option, set_option, write, write_json
+from .common import Progress, Selected, built, built_name, from_option, json_option, refusing, set_option, write, write_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -110,17 +110,17 @@ def command(
 
 def _measure(kernels: Sequence[need.Needed], spec: BenchSpec, folder: str | None) -> BenchResult:
     """`spec`: all but the cases."""
-    from ..explore.bench import check_peers, check_spec
-    from ..explore.bench_inputs import check_inputs
+    from ..explore.bench import check_spec
     from ..explore.bench_lab import check_device
     from ..explore.bench_watch import run_watched
+    from ..plan import rules
 
-    check_peers(spec.peers)
-    for kernel in kernels:
-        for problem in kernel.problems:
-            check_inputs(spec.inputs, kernel.item.attention, problem)
-    check_device()
     items = need.distinct(kernels)
+    for item in items:
+        with refusing(item):
+            rules.check(item.attention, item.schedule)
+    check_spec(replace(spec, cases=need.cases(kernels, [("", "")] * len(kernels))))
+    check_device()
     with tempfile.TemporaryDirectory(prefix="fagen-bench-") as scratch:
         with Progress("building", len(items)) as progress:
             places = {}
@@ -128,7 +128,6 @@ def _measure(kernels: Sequence[need.Needed], spec: BenchSpec, folder: str | None
                 places[item] = _ready(item, folder, scratch)
                 progress.step(item.name)
         spec = replace(spec, cases=need.cases(kernels, [places[k.item] for k in kernels]))
-        check_spec(spec)
         with Progress("measuring", len(spec.cases)) as progress:
             return run_watched(
                 spec,

@@ -60,6 +60,8 @@ def parse_problem(shape: str) -> Problem:
     from ..plan import Problem
 
     p = parse_shape(shape)
+    if not min(p.batch, p.hq, p.sq):
+        raise InputError("--shape", f"{shape!r} has no rows of Q; nothing is launched, so nothing costs anything")
     return Problem(p.batch, p.sq, p.sk, p.hq, p.hkv)
 
 

@@ -23,7 +23,7 @@ def baseline(attention: Attention, q: Array, k: Array, v: Array, **descales: Unp
     Arguments as `reference`. Returns out (batch, seqlen_q, heads, head_dim_v) in the attention's output dtype and lse
     (batch, heads, seqlen_q) in float32. Its error is a yardstick, never a truth.
     """
-    return baseline_rows(attention, q, k, v, np.arange(q.shape[1]), **descales)
+    return baseline_rows(attention, q, k, v, np.arange(problem_of(attention, q, k, v).sq), **descales)
 
 
 def score_step(attention: Attention, q: Array, k: Array, **descales: Unpack[Descales]) -> float:

@@ -30,6 +30,9 @@ def problem_of(attention: Attention, q: Array, k: Array, v: Array, v_transposed:
     for field, off in (("softcap", None), ("sink", False)):
         if getattr(attention, field) != off:
             raise ScheduleError([Violation("not-yet", field, "is not known yet", (off,))])
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, np.ndarray):
+            raise InputError(name, f"is a {type(x).__name__}; expected a NumPy array")
     if v_transposed and v.ndim == 4:
         if v.shape[2] != attention.dv:
             raise InputError("v", f"has shape {v.shape}; needs V transposed: (batch, kv_heads, {attention.dv}, seqlen_k)")

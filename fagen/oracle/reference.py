@@ -27,7 +27,7 @@ def reference(attention: Attention, q: Array, k: Array, v: Array, **descales: Un
     Works on blocks: beside inputs and outputs it holds about 100 MB. A NaN or inf in a V row that is only masked (not past the
     end) may show in the output, as it may in a kernel: 0 · NaN is NaN.
     """
-    return reference_rows(attention, q, k, v, np.arange(q.shape[1]), **descales)
+    return reference_rows(attention, q, k, v, np.arange(problem_of(attention, q, k, v).sq), **descales)
 
 
 def reference_rows(

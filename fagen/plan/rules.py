@@ -384,7 +384,11 @@ def _fitting(attention: Attention, s: Schedule, fits: object) -> tuple[str, ...]
 
 def _nearest_int(code: str, field: str, value: object, legal: tuple[int, ...], what: str) -> Violation:
     """All of `legal`, nearest first: `check` offers the first that mend the schedule."""
-    near = sorted(legal, key=lambda x: abs(x - value)) if isinstance(value, (int, float)) and math.isfinite(value) else legal
+    near = (
+        sorted(legal, key=lambda x: abs(x - value))
+        if isinstance(value, int) or isinstance(value, float) and math.isfinite(value)
+        else legal
+    )
     return Violation(code, field, f"{value!r} {what}", tuple(near))
 
 

@@ -173,9 +173,9 @@ def test_one_real_compilation(fake: FakeCuda) -> None:
 def test_the_schedule_is_the_tables_choice_for_the_sizes(compiler: Compiler) -> None:
     for length in (512, 16384):
         fagen.attention(*qkv(1, 1, length, 1, 1, 128))
-    short, long = (s for _, s in compiler.asked)
-    assert (short.tile_kv, long.tile_kv) == (128, 128)
-    assert (short.parallelism, long.parallelism) == ("persistent_static", "query_tiles")
+    sizes = [Problem(1, n, n, 1, 1) for n in (512, 16384)]
+    assert [s for _, s in compiler.asked] == [tuned.choose(Attention(head_dim=128), p, tuned.H200).schedule for p in sizes]
+    assert len({s for _, s in compiler.asked}) == 2, "the table tells them apart"
     fagen.attention(*qkv(1, 3, 600, 2, 1, 128))  # other sizes of a bucket: the same kernel
     assert len(compiler.asked) == 2
 
@@ -308,6 +308,7 @@ def test_mistakes_are_named_before_anything_is_compiled(compiler: Compiler, chan
         ({"scale": 0.0}, r"^scale: is 0.0; expected a number from 1e-30 to 1e\+30"),
         ({"scale": float("nan")}, r"^scale: is nan"),
         ({"scale": "x"}, r"^scale: is a str; expected a number"),
+        ({"scale": 10**400}, r"^scale: is inf; expected a number"),
         ({"scale": True}, r"^scale: is a bool; expected a number"),
         ({"causal": "yes"}, r"^causal: is a str; expected True or False"),
         ({"out": np.empty((2, 5, 4, 32), BF16)}, r"^out: has shape"),
@@ -317,6 +318,14 @@ def test_mistakes_are_named_before_anything_is_compiled(compiler: Compiler, chan
 def test_wrong_options_are_named(compiler: Compiler, options: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         fagen.attention(*qkv(), **options)
+
+
+@pytest.mark.parametrize(("good", "bad"), [({"causal": True}, {"causal": 1}), ({"scale": 1.0}, {"scale": True})])
+def test_wrong_options_are_named_after_an_equal_right_one(compiler: Compiler, good: dict[str, Any], bad: dict[str, Any]) -> None:
+    """True and 1 are the same key of a dict."""
+    fagen.attention(*qkv(), **good)
+    with pytest.raises(InputError, match=f"^{next(iter(bad))}: is a "):
+        fagen.attention(*qkv(), **bad)
 
 
 def test_libraries_are_not_mixed(monkeypatch: pytest.MonkeyPatch, compiler: Compiler) -> None:

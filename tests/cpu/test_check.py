@@ -41,6 +41,7 @@ def test_shapes_from_the_command_line() -> None:
         ("1,2,1,64,x", "five whole numbers"),
         ("1,2,1,-1,5", "negative"),
         ("1,6,4,64,64", r"6 query heads are not a multiple of 4 KV heads \(nearest legal: \[2, 3, 6\]\)"),
+        ("1,1,1,5,1073741824", r"outside 0 … 2\^30"),
         ("1,6,0,64,64", "not a multiple of 0 KV heads"),
     ):
         with pytest.raises(InputError, match=why) as caught:

@@ -132,6 +132,23 @@ def test_help_imports_neither_numpy_nor_rich() -> None:
         (["check", "tuned", "--evidence", "x.json"], "--evidence: one file holds one schedule's"),
         (["check", "tuned", "--set", "dtype=e4m3"], "tuned: the tuned table has no usable entry with dtype=e4m3"),
         (["explain", "tuned"], "--shape: is needed"),
+        (["build", ""], "source: is empty; built-in schedules: fa1, fa2"),
+        (["build", "chain/fa9"], "chain/fa9: no such schedule file or name; "),
+        (["build", "chain/"], "steps: chain/fa1_to_fa2_1_normalise_once, "),
+        (
+            ["diff", "fa1", "tuned"],
+            "tuned: no such schedule file or name; it stands for the table of tuned schedules in build, check",
+        ),
+        (["prove", "tuned"], "tuned: no such schedule file or name; it stands for the table"),
+        (["build", "fa3", "--set", "tile_q=1" + "0" * 400], "[tile-q] tile_q: 1000"),
+        (["check", "fa1", "--device", "cpu", "--shape", "1,1,1,1073741824,1"], "has a size outside 0 … 2^30 − 1"),
+        (["explain", "fa1", "--shape", "0,2,2,5,5"], "--shape: '0,2,2,5,5' has no rows of Q"),
+        (["explain", "standard", "--shape", "1,2,2,0,5"], "--shape: '1,2,2,0,5' has no rows of Q"),
+        (["explain", "tuned", "--shape", "1,0,0,5,5"], "--shape: '1,0,0,5,5' has no rows of Q"),
+        (["bench", "fa3", "--set", "tile_q=7"], "[tile-q] tile_q: 7"),
+        (["bench", "tuned", "--set", "tile_q=7"], "[tile-q] tile_q: 7"),
+        (["bench", "standard", "fa1", "--rounds", "0"], "--rounds: 0; at least 1"),
+        (["bench", "tuned", "--shape", "1,0,0,5,5"], "--shape: 1,0,0,5,5: every size must be at least 1"),
     ],
 )
 def test_a_mistake_is_one_message_and_exit_2(arguments: list[str], message: str, fagen: Any, here: Path) -> None:
@@ -320,6 +337,16 @@ def test_check_in_the_simulator(fagen: Any) -> None:
     assert all(c["passed"] and c["mask"] == "causal" and 0 <= c["error"] <= c["bound"] for c in data["cases"])
     answer = fagen(*arguments)
     assert answer.code == 0 and "1,4,2,70,65" in answer.out and "2 of 2 cases passed (simulator, seed 3)" in answer.out
+
+
+def test_a_problem_beyond_the_memory_is_no_fault_of_ours(fagen: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise MemoryError("Unable to allocate 3.64 TiB")
+
+    monkeypatch.setattr("fagen.check.check_cpu", full)
+    answer = fagen("check", "standard", "--device", "cpu", "--shape", "1,1,1,1000000,1000000")
+    assert answer.code == 2 and answer.out == ""
+    assert "fagen: --shape: is too large for the simulator on this machine: Unable to allocate" in answer.err
 
 
 def test_check_uses_fresh_inputs_and_tells_their_seed(fagen: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 from fake_cuda import Device, Exporter, FakeCuda, Tensor, attention_kernel, exporter_of, fake_torch, install, read_arguments
 
 import fagen
-from fagen import InputError, InternalError, driver
+from fagen import Attention, InputError, InternalError, driver
 from fagen.arguments import BoundCall
 from fagen.descales import STANDS_FOR_ZERO
 from fagen.emit import emit
@@ -380,6 +380,7 @@ WRONG = [
     ({"q_descale": float("nan")}, "q_descale", "is nan; a descale is a finite float32 number"),
     ({"v_descale": np.float32("nan")}, "v_descale", "is nan"),
     ({"k_descale": float("inf")}, "k_descale", "is inf"),
+    ({"v_descale": 10**400}, "v_descale", "is too large; a descale is a finite float32 number"),
     ({"k_descale": 1e39}, "k_descale", r"is 1e\+39; a descale is a finite float32 number"),
     ({"q_descale": -2}, "q_descale", "is -2; a negative descale of q would turn every row's largest score into its smallest"),
     ({"k_descale": -0.5}, "k_descale", "is -0.5; a negative descale of k"),
@@ -408,6 +409,13 @@ def test_wrong_descales_are_named(
     with pytest.raises(InputError, match=text) as error:
         kernel(*tensors, **given)
     assert error.value.argument == argument and len(fake.launches) == 1
+
+
+@pytest.mark.parametrize("wrong", [10**400, [[1.0], [1.0, 2.0]], "x", object()], ids=["large", "ragged", "text", "object"])
+def test_the_oracle_names_a_descale_that_is_no_array(wrong: Any) -> None:
+    q, k, v = (np.zeros((1, 4, 2, 64), E4M3) for _ in range(3))
+    with pytest.raises(InputError, match=r"^k_descale: "):
+        reference(Attention(head_dim=64, dtype="e4m3"), q, k, v, k_descale=wrong)
 
 
 def test_values_of_a_numpy_array_are_checked(fake: FakeCuda) -> None:

@@ -158,6 +158,12 @@ def test_a_missing_file_lists_the_names(name: str) -> None:
         fagen.load(name)
 
 
+@pytest.mark.parametrize("source", [None, 3, ["fa1"], b"fa1", ""])
+def test_what_is_no_name_at_all(source: object) -> None:
+    with pytest.raises(InputError, match=r"^source: is (empty|a \w+; expected the name)"):
+        fagen.load(source)  # type: ignore[arg-type]
+
+
 def test_a_name_that_no_file_can_have() -> None:
     with pytest.raises(InputError, match="no such schedule file or name; File name too long"):
         fagen.load("x" * 5000)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -24,6 +25,7 @@ from fagen.oracle import (
     reference,
     reference_rows,
     sample_rows,
+    simulate,
     ulp,
 )
 from fagen.oracle.numeric import tensor_core
@@ -80,6 +82,18 @@ def test_rows_are_a_part_of_the_whole(mask):
         (out, lse), (all_out, all_lse) = part(a, q, k, v, rows), whole(a, q, k, v)
         np.testing.assert_allclose(out.astype(float), all_out[:, rows].astype(float), rtol=1e-2, atol=1e-6)
         np.testing.assert_allclose(lse, all_lse[:, :, rows], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_what_is_no_array_is_named(name):
+    q, k, v = (np.zeros((1, 3, 2, 64), ml_dtypes.bfloat16) for _ in range(3))
+    given = {"q": q, "k": k, "v": v}
+    attention, schedule = load("fa1", head_dim=64)
+    for function in (lambda **x: reference(attention, **x), lambda **x: simulate(attention, schedule, **x)):
+        with pytest.raises(InputError, match=rf"^{name}: is a list; expected a NumPy array"):
+            function(**given | {name: q.tolist()})
+        with pytest.raises(InputError, match=rf"^{name}: has 1 dimensions"):
+            function(**given | {name: q.reshape(-1)})
 
 
 def test_reference_takes_head_dim_v_and_a_scale():
