@@ -16,7 +16,7 @@ from ..guard import Channel, GuardError
 from ..interop.host import Staging
 from ..launch import Kernel
 from ..oracle import CheckProblem, make_case, sample_rows
-from ..oracle.numeric import DTYPES
+from ..oracle.numeric import DTYPES, Array
 from .judge import save_outputs
 
 GUARD_BYTES = 4096
@@ -74,7 +74,7 @@ def _case(
         descales = dict(zip(c.descales, scales))
         out = Poisoned(staging, stream, (problem.batch, problem.sq, problem.hq, attention.dv), attention.output_dtype)
         lse = Poisoned(staging, stream, (problem.batch, problem.hq, problem.sq), "fp32")
-        first: list[np.ndarray] = []
+        first: list[Array] = []
         for n in range(item["runs"]):
             which = f"launch of {what}" + (f", run {n + 1}" if item["runs"] > 1 else "")
             channel.doing(which, timeout)
@@ -106,7 +106,7 @@ def _case(
     return reason
 
 
-def _stray(tensor: Poisoned, data: np.ndarray) -> str:
+def _stray(tensor: Poisoned, data: Array) -> str:
     n = tensor.stray(data)
     return f"{n} bytes beside {tensor.name} were overwritten" if n else ""
 
@@ -140,7 +140,7 @@ class DeviceView:
         }
 
 
-def upload(staging: Staging, arrays: tuple[np.ndarray, ...]) -> tuple[DeviceView, ...]:
+def upload(staging: Staging, arrays: tuple[Array, ...]) -> tuple[DeviceView, ...]:
     """The arrays on the device, as views with the strides they have here: each underlying buffer is copied once, gaps included."""
     buffers: dict[int, tuple[int, int]] = {}
     views = []
@@ -174,16 +174,16 @@ class Poisoned:
     def poison(self) -> None:
         driver.memset(self._ptr, POISON, self._total, self._stream)
 
-    def download(self) -> np.ndarray:
+    def download(self) -> Array:
         """All bytes, guard bands included."""
         data = np.empty(self._total, np.uint8)
         self._staging.download(self._ptr, data)
         return data
 
-    def stray(self, data: np.ndarray) -> int:
+    def stray(self, data: Array) -> int:
         """Bytes of the guard bands that changed."""
         bands = np.concatenate([data[:GUARD_BYTES], data[GUARD_BYTES + self._bytes :]])
         return int(np.count_nonzero(bands != POISON))
 
-    def values(self, data: np.ndarray) -> np.ndarray:
+    def values(self, data: Array) -> Array:
         return data[GUARD_BYTES : GUARD_BYTES + self._bytes].view(self._dtype).reshape(self._shape)

@@ -16,7 +16,7 @@ from ..attention import Attention
 from ..errors import LaunchError
 from ..oracle import CheckProblem, Verdict, check, compare, make_case, sample_rows, simulate, simulate_sample
 from ..oracle.baseline import baseline_rows, score_step
-from ..oracle.numeric import DTYPES
+from ..oracle.numeric import DTYPES, Array
 from ..oracle.reference import reference_rows
 from ..schedule import Schedule
 from .items import with_reason
@@ -63,7 +63,7 @@ def _leave_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def save_outputs(path: Path, out: np.ndarray, lse: np.ndarray, rows: np.ndarray) -> None:
+def save_outputs(path: Path, out: Array, lse: Array, rows: Array) -> None:
     """Keep what the judge needs of a kernel's outputs: the query rows it compares. 16-bit values as their bits."""
     np.savez(path, out=out[:, rows].view(np.dtype(f"u{out.dtype.itemsize}")), lse=lse[:, :, rows])
 
@@ -108,5 +108,5 @@ def judge_simulated(
     return with_reason(check(attention, c.q, c.k, c.v, out, lse, rows=rows, seed=seed, **c.descales), differs)
 
 
-def _bits(x: np.ndarray) -> np.ndarray:
+def _bits(x: Array) -> Array:
     return np.ascontiguousarray(x).view(np.uint8)

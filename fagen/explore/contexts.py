@@ -64,7 +64,7 @@ def distinct(values: Values, live: frozenset[str], n: int) -> tuple[Values, npt.
     """The contexts that differ in a live value: (their values, which of them each of the `n` is, how many there are)."""
     kept = {k: v for k, v in values.items() if not isinstance(v, np.ndarray)}
     varying = {k: v for k, v in values.items() if isinstance(v, np.ndarray) and k in live}
-    code = np.zeros(n, np.int64)
+    code: npt.NDArray[np.int64] = np.zeros(n, np.int64)
     for column in varying.values():
         if n:
             low, high = int(column.min()), int(column.max())

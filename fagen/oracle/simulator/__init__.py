@@ -179,7 +179,7 @@ def _spaces(plan: Plan, launch: Launch) -> dict[str, npt.NDArray[Any]]:
     for kernel, bound in zip(plan.kernels, launch.kernels):
         strides |= scalar_env(kernel, bound)
     sizes = {name: size for name, size, _ in launch.workspaces}
-    out = {}
+    out: dict[str, npt.NDArray[Any]] = {}
     for w in plan.workspaces:
         if w.dtype != "i32":
             count = sizes[w.name] // DTYPE_BYTES[w.dtype]
