@@ -128,7 +128,7 @@ def _run(
         plan = make_plan(attention, schedule)
     out = np.full((problem.batch, problem.hq, problem.sq, attention.dv), np.nan, DTYPES[attention.output_dtype])
     lse = np.full((problem.batch, problem.hq, problem.sq), np.nan, np.float32)
-    rows = np.zeros(lse.shape, bool)
+    rows: npt.NDArray[np.bool_] = np.zeros(lse.shape, bool)
     if not problem.empty:
         launch = plan.bind(problem, _contiguous_strides(problem, attention), num_sms)
         memory = GlobalMemory(
