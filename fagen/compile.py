@@ -19,6 +19,7 @@ from . import cache, debug, nvrtc, sass
 from .attention import Attention
 from .emit import Source
 from .errors import CompileError, FagenError, InputError
+from .evidence import to_text
 from .nvrtc import Compiled, compile_cubin
 from .plan import Plan, plan
 from .plan.steps import walk
@@ -182,7 +183,7 @@ def _record_text(record: dict[str, Any], built: Built) -> bytes:
         evidence.pop("stale", None)
         if evidence.get("code_sha256") != code:
             evidence["stale"] = True
-    return (json.dumps({**fresh, **kept}, indent=2) + "\n").encode()
+    return to_text({**fresh, **kept}).encode()
 
 
 def _interface_sha256(plan: Plan) -> str:

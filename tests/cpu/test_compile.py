@@ -20,6 +20,7 @@ from fagen import cache, nvrtc, sass
 from fagen.compile import Built, build, load_built, write_built
 from fagen.emit import Source, emit
 from fagen.errors import CompileError, InputError
+from fagen.evidence import store
 from fagen.nvrtc import compile_cubin
 from fagen.plan import Plan, plan
 from fagen.report import CompileReport, KernelReport, parse_log
@@ -449,6 +450,16 @@ def test_evidence_stays_with_its_code(fa3: Built, tmp_path: Path) -> None:
     assert record["evidence"] == {**evidence, "stale": True} and record["variants"] == {"x": 1}
     write_built(fa3, tmp_path, "fa3")
     assert json.loads(path.read_text())["evidence"] == evidence
+
+
+def test_a_second_build_changes_no_byte_of_the_record(fa3: Built, tmp_path: Path) -> None:
+    _, _, path = write_built(fa3, tmp_path, "fa3")
+    case = {"shape": [1, 2, 1, 1, 1], "mask": "full", "inputs": "normal", "layout": "contiguous", "error": 0.0, "passed": True}
+    store(path, fa3.source.code_sha256, [case], gpu="H200", driver="580", compiler="NVRTC 13.5")
+    store(path, "other", [case, case], gpu="H200", driver="580", compiler="NVRTC 13.5", variant="hd64-bf16-full")
+    before = path.read_bytes()
+    write_built(fa3, tmp_path, "fa3")
+    assert path.read_bytes() == before and before.count(b'{"shape"') == 3
 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
