@@ -38,7 +38,6 @@ METRICS = {
     "sm_written_bytes": "l1tex__m_l1tex2xbar_write_bytes.sum",
 }
 UNITS = {"byte": 1.0, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9, "": 1.0}
-MARK = "first kernel of "
 
 
 def main() -> None:

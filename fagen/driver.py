@@ -212,11 +212,7 @@ def host_alloc(nbytes: int) -> tuple[int, int]:
     return host, int(_call("cuMemHostGetDevicePointer", host, 0))
 
 
-def host_free(host: int) -> None:
-    _call("cuMemFreeHost", host)
-
-
-# streams, events, graphs -------------------------------------------------------------------------------------------------
+# streams, graphs ---------------------------------------------------------------------------------------------------------
 
 
 def stream_create() -> int:
@@ -235,14 +231,6 @@ def stream_synchronize(stream: int) -> None:
     _call("cuStreamSynchronize", stream)
 
 
-def stream_wait_event(stream: int, event: int) -> None:
-    _call("cuStreamWaitEvent", stream, event, 0)
-
-
-def stream_destroy(stream: int) -> None:
-    _call("cuStreamDestroy", stream)
-
-
 def is_capturing(stream: int) -> bool:
     """Whether launches on this stream go into a CUDA graph."""
     return bool(_call("cuStreamIsCapturing", stream) != 0)
@@ -252,28 +240,6 @@ def capture_id(stream: int) -> int:
     """Number of the capture that the stream takes part in, unique in the process; 0 if it does not capture."""
     status, number, *_ = _call("cuStreamGetCaptureInfo", stream)
     return int(number) if status != 0 else 0
-
-
-def event_create(timing: bool = True) -> int:
-    flags = api().CUevent_flags
-    return int(_call("cuEventCreate", flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING))
-
-
-def event_record(event: int, stream: int) -> None:
-    _call("cuEventRecord", event, stream)
-
-
-def event_synchronize(event: int) -> None:
-    _call("cuEventSynchronize", event)
-
-
-def event_elapsed_ms(start: int, end: int) -> float:
-    """Milliseconds between two recorded events."""
-    return float(_call("cuEventElapsedTime", start, end))
-
-
-def event_destroy(event: int) -> None:
-    _call("cuEventDestroy", event)
 
 
 # modules, functions, launches --------------------------------------------------------------------------------------------
@@ -297,30 +263,6 @@ def set_dynamic_smem(function: int, nbytes: int) -> None:
     """Opt in to that much dynamic shared memory; needed above 48 KiB, per context."""
     attribute = api().CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     _call("cuFuncSetAttribute", function, attribute, nbytes)
-
-
-@dataclass(frozen=True)
-class FunctionInfo:
-    """Of a loaded kernel. `registers` a thread at entry, `local_bytes` a thread, `static_smem_bytes` a CTA."""
-
-    registers: int
-    local_bytes: int
-    static_smem_bytes: int
-    max_threads: int
-
-
-def function_info(function: int) -> FunctionInfo:
-    names = api().CUfunction_attribute
-
-    def attribute(name: str) -> int:
-        return int(_call("cuFuncGetAttribute", getattr(names, f"CU_FUNC_ATTRIBUTE_{name}"), function))
-
-    return FunctionInfo(
-        attribute("NUM_REGS"),
-        attribute("LOCAL_SIZE_BYTES"),
-        attribute("SHARED_SIZE_BYTES"),
-        attribute("MAX_THREADS_PER_BLOCK"),
-    )
 
 
 def launch(function: int, grid: int, block: int, smem_bytes: int, stream: int, params: int) -> None:

@@ -29,8 +29,6 @@ State = Literal["fresh", "stale", "failed", "none"]
 MIN_CASES = 60
 """Cases that a built-in schedule's evidence needs."""
 
-ABOUT = ("code_sha256", "gpu", "driver", "compiler", "date")
-
 
 def variant_id(attention: Attention) -> str:
     """Names an attention in files and evidence: "hd64-fp16-causal". Rarer fields add the value's id, so that no two share a name."""

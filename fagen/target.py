@@ -20,14 +20,8 @@ class Target:
     smem_bytes: int
     """Dynamic shared memory a CTA may opt in to."""
     registers_per_sm: int = 65536
-    registers_per_thread: int = 255
-    register_step: int = 8
-    """Granularity of setmaxnreg and of register allocation."""
     named_barriers: int = 16
     """Hardware barriers of a CTA; 0 is __syncthreads."""
-    max_threads: int = 1024
-    warp_specialised: bool = False
-    """setmaxnreg exists."""
     l2_bytes: int = 50 << 20
     """Used to choose how many heads run side by side; a hint, never a correctness matter."""
 
@@ -37,7 +31,7 @@ TARGETS = {
     for t in (
         Target("sm_80", (8, 0), ("mma_sync",), ("ld_st", "cp_async"), smem_bytes=163 * 1024, l2_bytes=40 << 20),
         Target("sm_90", (9, 0), ("mma_sync",), ("ld_st", "cp_async"), smem_bytes=227 * 1024),
-        Target("sm_90a", (9, 0), ("wgmma",), ("tma",), smem_bytes=227 * 1024, warp_specialised=True),
+        Target("sm_90a", (9, 0), ("wgmma",), ("tma",), smem_bytes=227 * 1024),
     )
 }
 

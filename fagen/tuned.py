@@ -35,10 +35,6 @@ from .plan.rules import check
 from .schedule import Schedule
 
 SCHEMA = 1
-RULE = (
-    "bucket: seqlen_k rounded in ratio to a power of two (at least 128); few or many tiles of 128 query rows against the number of SMs. "
-    "Without an entry of its own, a problem takes the nearest: same head_dim, then device family, dtype, mask, tiles, closest length"
-)
 SHORTEST = 128
 """Lengths below it count as this one: a block of keys is about as long."""
 TILE_ROWS = 128

@@ -186,11 +186,6 @@ class Row(Record):
     """Which schedule this is and why (`KernelRef.about`)."""
 
     @property
-    def loses(self) -> bool:
-        """Slower than the best peer under either kind of load."""
-        return any(t is not None and t.ratio is not None and t.ratio.median < 1 for t in (self.burst, self.sustained))
-
-    @property
     def bad(self) -> bool:
         """A schedule of ours that could not be measured."""
         return self.kind == "schedule" and self.outcome != "timed"

@@ -21,9 +21,6 @@ Inputs = Literal["normal", "sink", "growing", "descaled"]
 Layout = Literal["contiguous", "fused", "transposed", "strided_k"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
-LARGEST_SM_COUNT = 132
-"""SMs of an H100 SXM or H200: what "three tiles a CTA" must exceed threefold."""
-
 
 @dataclass(frozen=True)
 class CheckProblem(Problem):
@@ -203,7 +200,7 @@ def check_problems(attention: Attention, schedule: Schedule) -> tuple[CheckProbl
         at(300, 170, batch=2, hq=4, hkv=2, inputs="descaled")
         at(64, 0, batch=2, hq=4, hkv=2, inputs="descaled")
         at(3 * tq + 1, tk + 1, batch=3, hq=44, hkv=4, inputs="descaled")
-    # Four query tiles in each of 3 · 44 heads: 528 tiles, more than three for each of 132 CTAs; and a longer sequence.
+    # Four query tiles in each of 3 · 44 heads: 528 tiles, more than three for each of 132 CTAs (SMs of an H100 SXM or H200); and a longer sequence.
     at(3 * tq + 1, tk + 1, batch=3, hq=44, hkv=4)
     at(3 * tq + 1, 3 * tq + 1, batch=3, hq=44, hkv=11)
     at(1, tk + 1, batch=3, hq=140, hkv=35)

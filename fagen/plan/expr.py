@@ -123,10 +123,6 @@ def sym(name: str) -> Sym:
     return Sym(name)
 
 
-def const(value: int) -> Const:
-    return Const(value)
-
-
 def as_expr(x: IntLike) -> Expr:
     return x if isinstance(x, Expr) else Const(int(x))
 

@@ -79,8 +79,3 @@ def swizzle(row: int, byte: int, rows: int, width: int = 128) -> int:
     unit, rest = divmod(within, 16)
     place = unit ^ (row % 8 if width == 128 else row // 2 % 4)
     return chunk * rows * width + row * width + place * 16 + rest
-
-
-def swizzle_128b(row: int, byte: int, rows: int) -> int:
-    """`swizzle` of width 128."""
-    return swizzle(row, byte, rows)

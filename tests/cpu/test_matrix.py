@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 
 from fagen.plan.expr import Expr
-from fagen.plan.layout import A16, ACC16, swizzle_128b
+from fagen.plan.layout import A16, ACC16, swizzle
 from fagen.plan.matrix import k_depth, ldmatrix_a, ldmatrix_b, wgmma_operand
 from fagen.plan.steps import Smem
 
@@ -21,7 +21,7 @@ def in_smem(tile: Array) -> Array:
     memory = np.full(rows * cols, -1)
     for r in range(rows):
         for c in range(cols):
-            memory[swizzle_128b(r, 2 * c, rows) // 2] = tile[r, c]
+            memory[swizzle(r, 2 * c, rows) // 2] = tile[r, c]
     return memory
 
 
@@ -158,7 +158,7 @@ def test_wgmma_k_major(rows: int, cols: int, slot: int) -> None:
         for r in range(rows):
             for byte in (0, 2, 16, 30):
                 at = hardware_128b(start, r // 8 * operand.stride + r % 8 * 128 + byte)
-                assert at == slot * tile.tile_bytes + swizzle_128b(r, 32 * k + byte, rows)
+                assert at == slot * tile.tile_bytes + swizzle(r, 32 * k + byte, rows)
 
 
 @pytest.mark.parametrize("rows, cols", [(64, 64), (128, 128), (80, 256), (176, 128)])
@@ -172,7 +172,7 @@ def test_wgmma_mn_major(rows: int, cols: int, slot: int) -> None:
         for key in range(16):
             for c in range(cols):
                 at = hardware_128b(start, c // 64 * operand.leading + key // 8 * operand.stride + key % 8 * 128 + c % 64 * 2)
-                assert at == slot * tile.tile_bytes + swizzle_128b(16 * k + key, 2 * c, rows)
+                assert at == slot * tile.tile_bytes + swizzle(16 * k + key, 2 * c, rows)
 
 
 def test_wgmma_starts_at_a_warpgroups_rows() -> None:
@@ -186,7 +186,7 @@ def test_wgmma_starts_at_a_warpgroups_rows() -> None:
             start = first + 16 * operand.at_k.eval({"k": k})
             for r in range(64):
                 at = hardware_128b(start, r // 8 * operand.stride + r % 8 * 128)
-                assert at == swizzle_128b(64 * w + r, 32 * k, 192)
+                assert at == swizzle(64 * w + r, 32 * k, 192)
 
 
 @pytest.mark.parametrize("dtype, depth", [("bf16", 16), ("fp16", 16), ("e4m3", 32)])

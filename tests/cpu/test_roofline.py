@@ -19,7 +19,7 @@ from fagen.explore.tally import tally
 from fagen.library import load
 from fagen.plan import Plan, Problem, assemble, plan
 from fagen.plan import steps as step_kinds
-from fagen.plan.expr import ceildiv, const, maximum, minimum, sym
+from fagen.plan.expr import Const, ceildiv, maximum, minimum, sym
 from fagen.plan.kernel import KernelPlan, scalar_env
 from fagen.plan.steps import Body, Break, ClaimTile, Elected, Forever, GetTile, If, Let, Loop, Role, Set, Step, Var, Vote
 
@@ -202,7 +202,7 @@ def test_expressions_on_arrays_are_those_on_integers() -> None:
         minimum(x, y) % 5,
         (x < y) * x + (x >= y),
         x ^ (y & 6) | 1,
-        const(4) + x - y,
+        Const(4) + x - y,
     ]
     xs, ys = np.arange(40), np.arange(40)[::-1].copy()
     for e in expressions:
