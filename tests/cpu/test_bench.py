@@ -399,10 +399,10 @@ def test_a_case_has_a_row_for_every_function():
     assert t.gemm_share == pytest.approx(t.tflops.median / 800)
     assert t.copy_share == pytest.approx(found.bytes / 0.02e-3 / 1e12 / 4.0)
     assert t.sm_mhz == 1900.0 and t.launches == 10 and t.samples_ms == (0.02,) * 6
-    assert t.ratio.median == pytest.approx(0.8) and t.best_peer == "cudnn" and fa3.loses
-    assert cudnn.burst.ratio is None and cudnn.burst.best_peer is None and not cudnn.loses
+    assert t.ratio.median == pytest.approx(0.8) and t.best_peer == "cudnn"
+    assert cudnn.burst.ratio is None and cudnn.burst.best_peer is None
     assert fa3.sustained is None
-    assert not a_case(a_spec(), ours=0.015).rows[0].loses
+    assert a_case(a_spec(), ours=0.015).rows[0].burst.ratio.median > 1
 
 
 def test_the_ratio_pairs_rounds():
@@ -425,7 +425,7 @@ def test_no_peer_no_ratio():
     spec = a_spec()
     candidates = [bench.Candidate(row("fa3"), FakeTask("fa3", 1.0))]
     found = bench.measure_case(spec.cases[0], candidates, FakeClock(), CEILINGS, spec, Reading)
-    assert found.rows[0].burst.ratio is None and not found.rows[0].loses
+    assert found.rows[0].burst.ratio is None
 
 
 def test_ceilings():

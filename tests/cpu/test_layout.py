@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fagen.plan.layout import A16, A64, ACC16, ACC64, LAYOUTS, ROW16, ROW64, Layout, swizzle_128b
+from fagen.plan.layout import A16, A64, ACC16, ACC64, LAYOUTS, ROW16, ROW64, Layout, swizzle
 from fagen.plan.steps import Frag
 
 TILES = [x for x in LAYOUTS.values() if not x.name.startswith(("row", "uniform"))]
@@ -102,7 +102,7 @@ def tma_128b(address: int) -> int:
 @pytest.mark.parametrize("rows, row_bytes", [(64, 128), (16, 256), (176, 256), (80, 512)])
 def test_the_swizzle_is_a_bijection_and_tmas(rows: int, row_bytes: int) -> None:
     """Row-major 128-byte chunks from a 1024-byte boundary, swizzled as TMA does; every byte of the tile once."""
-    places = np.array([[swizzle_128b(r, b, rows) for b in range(row_bytes)] for r in range(rows)])
+    places = np.array([[swizzle(r, b, rows) for b in range(row_bytes)] for r in range(rows)])
     assert sorted(places.ravel()) == list(range(rows * row_bytes))
     for b in range(0, row_bytes, 16):
         for r in range(rows):
