@@ -58,7 +58,7 @@ class TensorMapRecipe:
     """How to encode a CUtensorMap (CUDA driver API, cuTensorMapEncodeTiled) for TMA loads of a (batch, seq, heads, dim) tensor.
 
     Five dims, innermost first: 128-byte chunk of columns, seq, chunk index, head, batch; so one instruction loads a whole tile in
-    the chunked layout of `layout.swizzle_128b`. `dims` in elements; `strides` in bytes, of dims 1 to 4. Rows past the end read as 0.
+    the chunked layout of `layout.swizzle`. `dims` in elements; `strides` in bytes, of dims 1 to 4. Rows past the end read as 0.
     """
 
     tensor: str

@@ -1,7 +1,7 @@
 """How the tensor cores address a tile in shared memory: descriptor fields and steps along the reduction, in bytes and 16-byte units.
 
 Source: PTX ISA 9.7.15.5 (wgmma shared-memory layouts and descriptors, 128-byte swizzle). A tile is kept as 128-byte chunks of
-[rows][128 B], see `layout.swizzle_128b`.
+[rows][128 B], see `layout.swizzle`.
 """
 
 from __future__ import annotations
