@@ -49,6 +49,9 @@ class Schedule(Value):
     fuse_tiles: bool = False
     """Persistent kernels: a tile's last P·V is issued together with the next tile's first Q·Kᵀ, whose softmax and the epilogue then run
     under products. Takes a second Q slot."""
+    skip_masked: bool = False
+    """wgmma, causal: a warpgroup passes over the blocks that only the warpgroups below it see, for which the CTA loads them. Without it,
+    every warpgroup of a tile computes all of the tile's blocks and masks."""
     softmax: str = "fused"
     """"fused": S never leaves the SM. "three_pass", "two_pass": S is written to memory and normalised by its own kernel."""
     normalise: str = "once"

@@ -420,14 +420,6 @@ def _rescale(s: st.Rescale, x: Scope) -> tuple[str, View]:
     return "rescale", {"parts": x.zipped(o=s.o, alpha=s.alpha)}
 
 
-def _finalise(s: st.Finalise, x: Scope) -> tuple[str, View]:
-    return "finalise", {
-        "parts": x.zipped(o=s.o, m=s.m, l=s.l, lse=s.lse),
-        "scale": s.scale or "1.f",
-        "log_sum": f"(m[r] - {s.offset}.f)" if s.offset else "m[r]",
-    }
-
-
 _VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {
     st.Let: _assign("let"),
     st.Var: _assign("var"),
@@ -471,7 +463,6 @@ _VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {
     st.Vote: lambda s, x: ("vote", {"unless": s.unless}),
     st.Pack: _pack,
     st.Rescale: _rescale,
-    st.Finalise: _finalise,
     **views_ladder.VIEWS,
     **debug.VIEWS,
 }

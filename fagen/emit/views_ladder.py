@@ -100,6 +100,15 @@ def _rows(template: str) -> Make:
     return lambda s, x: (template, {"parts": x.zipped(dst=s.dst, src=s.src)})
 
 
+def _reciprocal(s: st.Reciprocal, x: Scope) -> tuple[str, View]:
+    return "reciprocal", {"parts": x.zipped(dst=s.dst, src=s.src), "scale": s.scale or "1.f"}
+
+
+def _log_sum_exp(s: st.LogSumExp, x: Scope) -> tuple[str, View]:
+    reference = f"(m[r] - {s.offset}.f)" if s.offset else "m[r]"
+    return "log_sum_exp", {"parts": x.zipped(lse=s.lse, m=s.m, l=s.l), "reference": reference}
+
+
 # between warps ------------------------------------------------------------------------------------------------------------
 
 
@@ -149,8 +158,8 @@ VIEWS: dict[type[st.Step], Make] = {
     st.RowPass: _row_pass,
     st.SumRow: _rows("sum_row"),
     st.MulRow: _rows("mul_row"),
-    st.Reciprocal: _rows("reciprocal"),
-    st.LogSumExp: lambda s, x: ("log_sum_exp", {"parts": x.zipped(lse=s.lse, m=s.m, l=s.l)}),
+    st.Reciprocal: _reciprocal,
+    st.LogSumExp: _log_sum_exp,
     st.StoreStats: _store_stats,
     st.MergeStats: _merge_stats,
     st.StoreFrag: _store_frag,

@@ -64,7 +64,6 @@ FREE = frozenset(
         "Move",
         "Pack",
         "Rescale",
-        "Finalise",
         "SumRow",
         "CopyRow",
     )

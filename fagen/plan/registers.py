@@ -40,6 +40,8 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
     if attention.dtype == "e4m3" or s.reference == "stale":
         tight = attention.dtype == "e4m3" or attention.dv > 128
         decode = attention.causal and s.reference == "stale"
+        if s.consumers == 4 and not tight and not attention.causal and s.overlap == "within":
+            return 16
         return 24 + 8 * (s.fuse_tiles and attention.dtype == "e4m3") + 10 * (decode and tight)
     if s.overlap == "pingpong" and attention.dv > 128:
         beside_product = True

@@ -36,6 +36,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "p_operand": ("registers", "shared"),
     "overlap": ("none", "within", "pingpong", "both"),
     "fuse_tiles": (False, True),
+    "skip_masked": (False, True),
     "softmax": ("fused", "three_pass", "two_pass"),
     "normalise": ("once", "each_step"),
     "reference": ("running", "stale"),
@@ -177,6 +178,8 @@ def structure(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
         yield from _structure_wgmma(s)
     else:
         yield from _structure_mma_sync(attention, s)
+    if s.skip_masked:
+        yield from _structure_skip_masked(attention, s)
 
 
 def _structure_precision(a: Attention, s: Schedule) -> Iterator[Violation]:
@@ -234,6 +237,20 @@ def _structure_wgmma(s: Schedule) -> Iterator[Violation]:
     for field, mine in (("loop_order", "q_outer"), ("partition", "split_q"), ("normalise", "once")):
         if getattr(s, field) != mine:
             yield Violation(field.replace("_", "-"), field, f"{getattr(s, field)!r} is for mma_sync kernels", (mine,))
+
+
+def _structure_skip_masked(a: Attention, s: Schedule) -> Iterator[Violation]:
+    """Warpgroups of one tile that compute different blocks."""
+    needed = (
+        ("mask 'causal'", a.causal),
+        ("roles 'producer'", s.roles == "producer"),
+        ("at least 2 consumers", s.consumers != 1),
+        ("fuse_tiles False", not s.fuse_tiles),
+    )
+    missing = [what for what, holds in needed if not holds]
+    if missing:
+        message = f"lets the warpgroups of a tile compute different blocks, which needs {', '.join(missing)}"
+        yield Violation("skip-masked", "skip_masked", message, (False,))
 
 
 def _structure_materialised(s: Schedule) -> Iterator[Violation]:

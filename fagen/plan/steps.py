@@ -678,20 +678,6 @@ class Rescale(Step):
     alpha: str
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finalise(Step):
-    """Sum l over the quad; o[r, :] *= 1 / l[r] (0 where l is 0); lse[r] = (m − offset)·ln 2 + ln l (−inf where l is 0).
-
-    `scale`: the scalar of a LoadScale that multiplies o as well. `offset`: as in OnlineSoftmax, undone here for lse."""
-
-    o: str
-    m: str
-    l: str
-    lse: str
-    scale: str | None = None
-    offset: int = 0
-
-
 # rows kept whole, and their pieces ---------------------------------------------------------------------------------------
 
 
@@ -713,19 +699,21 @@ class MulRow(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class Reciprocal(Step):
-    """dst[r] = 1 / src[r] (0 where src is 0)."""
+    """dst[r] = scale / src[r] (0 where src is 0). `scale`: the scalar of a LoadScale; None: 1."""
 
     dst: str
     src: str
+    scale: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogSumExp(Step):
-    """lse[r] = m·ln 2 + ln l (−inf where l is 0), of a whole row sum l."""
+    """lse[r] = (m − offset)·ln 2 + ln l (−inf where l is 0), of a whole row sum l. `offset`: as in OnlineSoftmax, undone here."""
 
     lse: str
     m: str
     l: str
+    offset: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -42,6 +42,8 @@ from .steps import (
 CTA, N_CTAS, W = sym("cta"), sym("n_ctas"), sym("w")
 SQ, SK, BATCH, HQ, HKV = sym("sq"), sym("sk"), sym("batch"), sym("hq"), sym("hkv")
 TILE, M, H, B, N, J = sym("tile"), sym("m"), sym("h"), sym("b"), sym("n"), sym("j")
+N_TILE = sym("n_tile")
+"""Key blocks of the tile, where n is those of one warpgroup (skip_masked)."""
 N_M, TOTAL, SECTION = sym("n_m"), sym("total"), sym("section_heads")
 
 L2_SHARE = 2  # a section's K and V may fill 1 / L2_SHARE of the L2 cache
@@ -96,10 +98,11 @@ class Tiles:
 
     # the steps ----------------------------------------------------------------------------------------------------------
 
-    def decode(self, step: type[Let] | type[Var] | type[Set] = Let) -> Body:
-        """From `tile` (or, for batch_heads, `cta` and `m`) to m, h, b and the number of key blocks n; as constants, or as variables
-        that are declared (Var) and later set anew (Set)."""
-        return tuple(step(var=x.var, value=x.value, why=x.why) for x in self._decode())
+    def decode(self, step: type[Let] | type[Var] | type[Set] = Let, blocks: Expr = N) -> Body:
+        """From `tile` (or, for batch_heads, `cta` and `m`) to m, h, b and the number of key blocks, named `blocks`; as constants, or as
+        variables that are declared (Var) and later set anew (Set)."""
+        of_tile = Let(var=blocks.c(), value=self._blocks(), why="key blocks this tile sees")
+        return tuple(step(var=x.var, value=x.value, why=x.why) for x in (*self._decode(), of_tile))
 
     def _decode(self) -> tuple[Let, ...]:
         s = self.schedule
@@ -124,7 +127,6 @@ class Tiles:
         return (
             *head,
             *self.decode_pair(),
-            Let(var="n", value=self._blocks(), why="key blocks this tile sees"),
         )
 
     def decode_pair(self) -> tuple[Let, ...]:
@@ -145,11 +147,17 @@ class Tiles:
         row = block * self.schedule.tile_kv
         return row + eq(SK, 0) if self.schedule.fuse_tiles else row
 
+    def blocks_of_warpgroup(self, first_row: Expr) -> Expr:
+        """Leading key blocks that any of 64 rows sees; at least one if their tile (which may go further) has any."""
+        return maximum(ceildiv(self._key_end(first_row + 64), self.schedule.tile_kv), 1)
+
     def key_end(self) -> Expr:
         """One past the last key that any row of tile m sees."""
-        if self.attention.causal:
-            return minimum(SK, maximum((M + 1) * self.schedule.tile_q + SK - SQ, 0))
-        return SK
+        return self._key_end((M + 1) * self.schedule.tile_q)
+
+    def _key_end(self, row_end: Expr) -> Expr:
+        """One past the last key that any row before `row_end` sees."""
+        return minimum(SK, maximum(row_end + SK - SQ, 0)) if self.attention.causal else SK
 
     def key_limit(self) -> Expr:
         """The last key that row `row` sees."""

@@ -415,13 +415,6 @@ class Instance:
         o = self.registers[step.o]
         self._put(o, o.value * self.registers[step.alpha].value)
 
-    def finalise(self, step: st.Finalise) -> None:
-        o, m, l, lse = (self.registers[x] for x in (step.o, step.m, step.l, step.lse))
-        blind = l.value == 0
-        scale = np.float32(1) if step.scale is None else self.scalars[step.scale]
-        self._put(o, o.value * np.where(blind, np.float32(0), scale / l.value))
-        self._put(lse, np.where(blind, np.float32(-np.inf), (m.value - np.float32(step.offset)) * LN2 + np.log(l.value)))
-
 
 def _by_warp(rows: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """For each row, whether it holds for all that the 16 rows of its warp have."""
@@ -442,7 +435,7 @@ _PRIVATE = frozenset(
     (
         *ladder.PRIVATE,
         *(st.Let, st.Var, st.Set, st.Advance, st.CpCommit, st.StoreOut, st.StoreRow, st.Fill, st.Limits, st.Mask),
-        *(st.OnlineSoftmax, st.Pack, st.Rescale, st.Finalise, st.LoadScale),
+        *(st.OnlineSoftmax, st.Pack, st.Rescale, st.LoadScale),
         *(st.StaleSoftmax, st.AddSums, st.Calm, st.CopyRow, st.Hold, st.Move),
     )
 )
@@ -486,6 +479,5 @@ _ACTIONS: dict[type[st.Step], Callable[[Instance, Any], Blocked | None]] = {
     st.Move: Instance.move,
     st.Pack: Instance.pack,
     st.Rescale: Instance.rescale,
-    st.Finalise: Instance.finalise,
     **ladder.ACTIONS,
 }

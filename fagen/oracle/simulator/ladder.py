@@ -90,12 +90,13 @@ def _mul_row(x: Instance, step: st.MulRow) -> None:
 
 def _reciprocal(x: Instance, step: st.Reciprocal) -> None:
     v = x.registers[step.src].value
-    x.registers[step.dst].write(np.where(v == 0, np.float32(0), np.float32(1) / v))
+    scale = np.float32(1) if step.scale is None else x.scalars[step.scale]
+    x.registers[step.dst].write(np.where(v == 0, np.float32(0), scale / v))
 
 
 def _log_sum_exp(x: Instance, step: st.LogSumExp) -> None:
     m, l = x.registers[step.m].value, x.registers[step.l].value
-    x.registers[step.lse].write(np.where(l == 0, np.float32(-np.inf), m * LN2 + np.log(l)))
+    x.registers[step.lse].write(np.where(l == 0, np.float32(-np.inf), (m - np.float32(step.offset)) * LN2 + np.log(l)))
 
 
 # between warps ------------------------------------------------------------------------------------------------------------

@@ -22,7 +22,6 @@ from ..steps import (
     CopyRow,
     CtaSync,
     Fill,
-    Finalise,
     Frag,
     If,
     Let,
@@ -101,9 +100,7 @@ class Block:
 
     def frags(self, *q: Frag) -> tuple[Frag, ...]:
         a = self.tiles.attention
-        extra: tuple[str, ...] = ("m_part", "l_part", "beta") if self.split_kv else ()
-        if self.each_step or self.split_kv:
-            extra += ("inverse",)
+        extra: tuple[str, ...] = ("inverse", "m_part", "l_part", "beta") if self.split_kv else ("inverse",)
         if self.each_step or self.tiles.schedule.loop_order == "kv_outer" and not self.split_kv:
             extra += ("total",)
         part = (Frag("O_part", self.rows, PART_COLUMNS, "fp32", "acc16"),) if self.split_kv else ()
@@ -143,7 +140,13 @@ class Block:
         if self.split_kv:
             divide = (Reciprocal(dst="inverse", src="l_sum"), Rescale(o="O", alpha="inverse"))
             return *divide, LogSumExp(lse="lse", m="m_ref", l="l_sum"), *self.store()
-        return Finalise(o="O", m="m_ref", l="l_sum", lse="lse"), *self.store()
+        return (
+            SumRow(dst="l_sum", src="l_sum"),
+            Reciprocal(dst="inverse", src="l_sum"),
+            LogSumExp(lse="lse", m="m_ref", l="l_sum"),
+            Rescale(o="O", alpha="inverse"),
+            *self.store(),
+        )
 
     def store(self) -> Body:
         """out and lse. All warps of a split_kv tile hold all rows' lse: one of them writes it."""

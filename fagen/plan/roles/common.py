@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..expr import sym
-from ..steps import Body, Fill, Finalise, Let, Limits, LoadScale, Set, StoreOut, StoreRow, Var
-from ..tiles import SQ, B, M, Tiles, W
+from ..steps import Body, Fill, Let, Limits, LoadScale, LogSumExp, Reciprocal, Rescale, Set, StoreOut, StoreRow, SumRow, Var
+from ..tiles import N_TILE, SQ, B, M, N, Tiles, W
 
 ROW0 = sym("row0")
 """First query row of the role instance."""
@@ -33,21 +33,25 @@ def setup(tiles: Tiles, rows: int, step: type[Let] | type[Var] | type[Set] = Let
 def locate(tiles: Tiles, rows: int, step: type[Let] | type[Var] | type[Set] = Let) -> Body:
     """Where the tile is, and what its rows see."""
     scales: Body = ()
+    own: Body = ()
+    if tiles.schedule.skip_masked:
+        own = (step(var="n", value=tiles.blocks_of_warpgroup(ROW0), why="of those, the ones that a row of this instance sees"),)
     if tiles.attention.dtype == "e4m3":
         factors = ("q_descale", "k_descale")
         scales = (LoadScale(var="score_scale", constant=tiles.attention.scale_log2, factors=factors, head=HEAD_KV, batch=B),)
     return (
-        *tiles.decode(step),
+        *tiles.decode(step, N_TILE if tiles.schedule.skip_masked else N),
         *scales,
         step(var="row0", value=M * tiles.schedule.tile_q + W * rows, why="first query row of this instance"),
+        *own,
         Limits(dst="last_key", first_row=ROW0, limit=tiles.key_limit()),
     )
 
 
-def epilogue(tiles: Tiles, old: bool = False) -> Body:
-    """Normalise and write out and lse. A row that saw no key has l = 0: out 0, lse −∞. `old`: of the tile before the one that the
-    variables m, h, b speak of."""
-    row0, h, b, h_kv = (sym(f"old_{n}") if old else sym(n) for n in ("row0", "h", "b", "h_kv"))
+def totals(tiles: Tiles, old: bool = False) -> Body:
+    """Row sums, what O is to be multiplied by, and lse: all that the epilogue needs but O, so that it can run under the last product.
+    `old`: of the tile before the one that the variables h and b speak of."""
+    h_kv, b = (sym(f"old_{n}") if old else sym(n) for n in ("h_kv", "b"))
     m_ref, l_sum = ("m_old", "l_old") if old else ("m_ref", "l_sum")
     scale: str | None = None
     load: Body = ()
@@ -56,7 +60,22 @@ def epilogue(tiles: Tiles, old: bool = False) -> Body:
         load = (LoadScale(var=scale, constant=1.0, factors=("v_descale",), head=h_kv, batch=b),)
     return (
         *load,
-        Finalise(o="O", m=m_ref, l=l_sum, lse="lse", scale=scale, offset=p_offset(tiles)),
+        SumRow(dst=l_sum, src=l_sum),
+        Reciprocal(dst="inverse", src=l_sum, scale=scale),
+        LogSumExp(lse="lse", m=m_ref, l=l_sum, offset=p_offset(tiles)),
+    )
+
+
+def nothing_seen() -> Body:
+    """Instead of `totals`, where no row of the tile sees a key: out 0, lse −∞."""
+    return Fill(dst="inverse", value=0.0), Fill(dst="lse", value=float("-inf"))
+
+
+def epilogue(old: bool = False) -> Body:
+    """Normalise and write out and lse. `old`: of the tile before the one that the variables h and b speak of."""
+    row0, h, b = (sym(f"old_{n}") if old else sym(n) for n in ("row0", "h", "b"))
+    return (
+        Rescale(o="O", alpha="inverse"),
         StoreOut(src="O", dst="out", first_row=row0, limit=SQ, head=h, batch=b),
         StoreRow(src="lse", dst="lse", first_row=row0, limit=SQ, head=h, batch=b),
     )

@@ -50,8 +50,8 @@ from ..steps import (
     Vote,
     Wait,
 )
-from ..tiles import B, H, J, M, N, Tiles, W
-from .common import HEAD_KV, ROW0, epilogue, locate, p_offset, setup
+from ..tiles import N_TILE, B, H, J, M, N, Tiles, W
+from .common import HEAD_KV, ROW0, epilogue, locate, nothing_seen, p_offset, setup, totals
 
 LAST = as_expr(0)
 CALM = {"bf16": 2.0**-8, "fp16": 2.0**-8, "e4m3": 2.0**-2}
@@ -194,7 +194,7 @@ class Wgmma:
             Frag("P", 64, s.tile_kv, a.dtype, self._p_layout()),
             *self._early_frags(),
             *(Frag(name, 64, 1, "fp32", "row64") for name in ("m_old", "l_old") if s.fuse_tiles),
-            *(Frag(name, 64, 1, "fp32", "row64") for name in ("m_ref", "l_sum", "alpha", "lse")),
+            *(Frag(name, 64, 1, "fp32", "row64") for name in ("m_ref", "l_sum", "alpha", "inverse", "lse")),
             Frag("last_key", 64, 1, "i32", "row64"),
         )
 
@@ -264,15 +264,17 @@ class Wgmma:
         fill_rings = (*self._load_q(), *self._ahead("k", s.stages_k), *self._ahead("v", s.stages_v))
         loads: Body = (Elected(name="fill", body=fill_rings),) if self._is_uniform else ()
         blocks = self._blocks_in_order() if s.overlap == "none" else self._blocks_rotated()
-        work = (*loads, Wait(bar="q_full", cursor="q"), *blocks)
+        skip = self._skip("k") if s.skip_masked else ()
+        work = (*loads, Wait(bar="q_full", cursor="q"), *skip, *blocks)
+        some = N_TILE if s.skip_masked else N
         claim = (Elected(name="claim", body=self.tiles.claim("next")),) if self._is_uniform and t.dynamic else ()
         calm = (Calm(var="calm", declare=True),) if s.reference == "stale" else ()
         return (
             *setup(t, 64),
             *calm,
-            If(name="tile", cond=N > 0, then=work),
+            If(name="tile", cond=some > 0, then=work, orelse=nothing_seen()),
             *claim,
-            *epilogue(t),
+            *epilogue(),
         )
 
     def _joined_tiles(self) -> Body:
@@ -296,25 +298,28 @@ class Wgmma:
             Wait(bar="q_full", cursor="q"),
             Wait(bar="k_full", cursor="k"),
             *self._in_turn(self._qk(N - 1), Wait(bar="v_full", cursor="v"), self._pv_of_old()),
+            *totals(t, old=True),
             MmaWait(pending=1, ready=("S",), why="the next tile's first scores are there, this tile's last P·V still runs"),
+            *self._release_q(N - 1),
             *self._release("k", N - 1),
             *self._softmax(N - 1, masked=True, first=True),
             Pack(p="E", s="S"),
             Hold(row="l_sum"),
             done,
             *self._release("v", LAST),
-            *epilogue(t, old=True),
+            *epilogue(old=True),
             Move(dst="P", src="E"),
             Fill(dst="O", value=0.0),
         )
         last = (
             Wait(bar="v_full", cursor="v"),
             self._pv(LAST),
+            *totals(t),
             done,
             *self._release("v", LAST),
-            *epilogue(t),
+            *epilogue(),
         )
-        return t.joined_loop(first, more, (*blocks, *self._release_q()), join, last)
+        return t.joined_loop(first, more, (*blocks, Advance(cursor="q")), join, last)
 
     def _pv_of_old(self) -> Mma:
         """The last product of the tile before: its contract speaks of that tile's head and batch."""
@@ -327,13 +332,21 @@ class Wgmma:
             Wait(bar="k_full", cursor="k"),
             *self._in_turn(self._qk(N - 1)),
             MmaWait(pending=0, ready=("S",)),
+            *self._release_q(N - 1),
             *self._release("k", N - 1),
             *self._softmax(N - 1, masked=True, first=True),
             Pack(p="P", s="S"),
         )
 
-    def _release_q(self) -> Body:
-        return Arrive(bar="q_empty", cursor="q", why="the last product that reads Q is done"), Advance(cursor="q")
+    def _skip(self, tensor: str) -> Body:
+        """Pass over the blocks that no row of this warpgroup sees. With ping-pong, K's with an empty turn each."""
+        turn = self._in_turn() if tensor == "k" else ()
+        body = (Wait(bar=f"{tensor}_full", cursor=tensor), *turn, *self._release(tensor, J))
+        return (Loop(var="j", first=N_TILE - 1, last=N, step=-1, segment=f"skip_{tensor}", body=body, why="no row here sees these"),)
+
+    def _release_q(self, j: Expr) -> Body:
+        """Behind the scores of block j: those of block 0 were the last product to read Q, whose successor may come."""
+        return (If(name="last", cond=eq(N, 1) if j == N - 1 else eq(j, 0), then=(Arrive(bar="q_empty", cursor="q", why="no product of this tile reads Q any more"),)),)
 
     def _segments(self, first: Expr, block: dict[bool, Body], always_masked: bool) -> Body:
         """The loop over blocks first … 0 in two segments: blocks that need the mask, then clean ones."""
@@ -350,13 +363,15 @@ class Wgmma:
 
     def _blocks_in_order(self) -> Body:
         block = {masked: self._block_in_order(masked) for masked in (True, False)}
-        return (*self._segments(N - 1, block, always_masked=True), *self._release_q())
+        skip = self._skip("v") if self.tiles.schedule.skip_masked else ()
+        return (*skip, *self._segments(N - 1, block, always_masked=True), Advance(cursor="q"), *totals(self.tiles))
 
     def _block_in_order(self, masked: bool) -> Body:
         return (
             Wait(bar="k_full", cursor="k"),
             self._qk(J),
             MmaWait(pending=0, ready=("S",)),
+            *self._release_q(J),
             *self._release("k", J),
             *self._softmax(J, masked),
             Pack(p="P", s="S"),
@@ -368,15 +383,16 @@ class Wgmma:
         )
 
     def _blocks_rotated(self) -> Body:
-        prologue = self._first_block()
         s = self.tiles.schedule
+        prologue = (*self._first_block(), *(self._skip("v") if s.skip_masked else ()))  # V comes behind K: waiting for it first costs time
         overlapped = self._block_stale if s.reference == "stale" else self._block_overlapped
         build = self._block_waited if s.overlap == "pingpong" else overlapped
         block = {masked: build(masked) for masked in (True, False)}
         tail = (
-            *self._release_q(),
+            Advance(cursor="q"),
             Wait(bar="v_full", cursor="v"),
             self._pv(LAST),
+            *totals(self.tiles),
             MmaWait(pending=0, ready=("O", "P")),
             *self._release("v", LAST),
         )
@@ -388,6 +404,7 @@ class Wgmma:
             Wait(bar="k_full", cursor="k"),
             *self._in_turn(self._qk(J), Wait(bar="v_full", cursor="v"), self._pv(J + 1)),
             MmaWait(pending=1, ready=("S",), why="the scores are there, P·V still runs"),
+            *self._release_q(J),
             *self._release("k", J),
             *self._softmax(J, masked),
             MmaWait(pending=0, ready=("O", "P")),
@@ -424,6 +441,7 @@ class Wgmma:
             Wait(bar="k_full", cursor="k"),
             *self._in_turn(self._qk(J), Wait(bar="v_full", cursor="v"), self._pv(J + 1)),
             MmaWait(pending=1, ready=("S",), why="the scores are there, P·V still runs"),
+            *self._release_q(J),
             *self._release("k", J),
             *mask,
             stale,
@@ -439,6 +457,7 @@ class Wgmma:
             Wait(bar="k_full", cursor="k"),
             *self._in_turn(self._pv(J + 1), self._qk(J)),
             MmaWait(pending=0, ready=("O", "P", "S")),
+            *self._release_q(J),
             *self._release("v", J + 1),
             *self._release("k", J),
             *self._softmax(J, masked),
