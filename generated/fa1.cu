@@ -459,7 +459,7 @@ attention(const __grid_constant__ Params p) {
   {
     // warps: warps 0 to 3
     const int w = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    float S[2][32], O_part[2][32], O[2][16], m_ref[2][2], l_sum[2][2], alpha[2][2], lse[2][2], inverse[2][2], m_part[2][2], l_part[2][2], beta[2][2], total[2][2];
+    float S[2][32], O_part[2][32], O[2][16], m_ref[2][2], l_sum[2][2], alpha[2][2], lse[2][2], m_part[2][2], l_part[2][2], beta[2][2], inverse[2][2], total[2][2];
     u32 P[2][16];
     int last_key[2][2];
     const int pair = cta;

@@ -51,9 +51,9 @@
 //         mma_sync O += P · V
 //       wait for cp.async groups, 0 may stay open
 //     sum row l_sum, l_sum
-//     reciprocal inverse, l_sum
+//     reciprocal alpha, l_sum
 //     log sum exp lse, m_ref, l_sum
-//     rescale O, inverse
+//     rescale O, alpha
 //     store out ← O
 //     store lse ← lse
 
@@ -113,25 +113,17 @@ __device__ __forceinline__ void cp_async(u32 dst, const void* src, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(dst), "l"(src), "r"(bytes) : "memory");
 }
 
-// x, but the compiler does not know: what is computed from it is computed here, not early, to be held in registers for long.
-__device__ __forceinline__ int fresh(int x) {
-  asm volatile("" : "+r"(x));
-  return x;
-}
-
-// ROWS rows of UNITS × 16 bytes, by all threads, BATCH copies at a time, into 128-byte chunks under the 128-byte swizzle: unit u of row r
-// stands at u ^ (r % 8). Rows at or past `limit` are filled with 0. `src` is row `row0` of the tensor.
-template <int ROWS, int UNITS, int THREADS, int BATCH>
+// ROWS rows of UNITS × 16 bytes, by all threads, into 128-byte chunks under the 128-byte swizzle: unit u of row r stands at u ^ (r % 8).
+// Rows at or past `limit` are filled with 0. `src` is row `row0` of the tensor.
+template <int ROWS, int UNITS, int THREADS>
 __device__ __forceinline__ void copy_rows(u32 dst, const u16* src, i64 row_stride, int row0, int limit) {
-  const int thread = fresh(threadIdx.x), unit = thread % UNITS, first = thread / UNITS;
-#pragma unroll 1
-  for (int i = 0; i < ROWS * UNITS / THREADS; i += BATCH)
+  const int unit = threadIdx.x % UNITS, first = threadIdx.x / UNITS;
 #pragma unroll
-    for (int b = 0; b < BATCH; ++b) {
-      const int row = first + (i + b) * (THREADS / UNITS);
-      const u32 at = dst + unit / 8 * (ROWS * 128) + row * 128 + (unit ^ row) % 8 * 16;
-      cp_async(at, src + row * row_stride + unit * 8, row0 + row < limit ? 16 : 0);
-    }
+  for (int i = 0; i < ROWS * UNITS / THREADS; ++i) {
+    const int row = first + i * (THREADS / UNITS);
+    const u32 at = dst + unit / 8 * (ROWS * 128) + row * 128 + (unit ^ row) % 8 * 16;
+    cp_async(at, src + row * row_stride + unit * 8, row0 + row < limit ? 16 : 0);
+  }
 }
 
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
@@ -181,7 +173,7 @@ __device__ __forceinline__ void ldmatrix_trans(u32 (&r)[4], u32 address) {
 // S = Q_frag · Kᵀ, the whole tile
 template <int BLOCKS>
 __device__ __forceinline__ void qk(float (&d)[BLOCKS][32], const u32 (&a)[BLOCKS][32], u32 tile) {
-  const int lane = fresh(threadIdx.x % 32);
+  const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int i = 0; i < BLOCKS; ++i) fill(d[i], 0.f);
 #pragma unroll
@@ -281,7 +273,7 @@ __device__ __forceinline__ void rescale(float (&o)[N], const float (&alpha)[2]) 
 // O += P · V, the whole tile
 template <int BLOCKS>
 __device__ __forceinline__ void pv(float (&d)[BLOCKS][64], const u32 (&a)[BLOCKS][16], u32 tile) {
-  const int lane = fresh(threadIdx.x % 32);
+  const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int k = 0; k < 4; ++k)
 #pragma unroll
@@ -368,7 +360,7 @@ attention(const __grid_constant__ Params p) {
     Cursor<2> k{0, 0};
     Cursor<2> v{0, 0};
     u32 Q_frag[1][32], P[1][16];
-    float S[1][32], O[1][64], m_ref[1][2], l_sum[1][2], alpha[1][2], lse[1][2], inverse[1][2];
+    float S[1][32], O[1][64], m_ref[1][2], l_sum[1][2], alpha[1][2], lse[1][2];
     int last_key[1][2];
     const int tile = cta;
     const int pair = tile / p.n_m;
@@ -384,14 +376,14 @@ attention(const __grid_constant__ Params p) {
     fill(m_ref[0], NEG_INF);
     fill(l_sum[0], 0.f);
     if (n > 0) {
-      copy_rows<128, 16, 256, 8>(smem_Q, p.q + b * p.q_sb + h * p.q_sh + m * 128 * p.q_ss, p.q_ss, m * 128, p.sq);
-      copy_rows<64, 16, 256, 4>(smem_K + k.slot * 16384, p.k + b * p.k_sb + h_kv * p.k_sh + (n - 1) * 64 * p.k_ss, p.k_ss, (n - 1) * 64, p.sk);
+      copy_rows<128, 16, 256>(smem_Q, p.q + b * p.q_sb + h * p.q_sh + m * 128 * p.q_ss, p.q_ss, m * 128, p.sq);
+      copy_rows<64, 16, 256>(smem_K + k.slot * 16384, p.k + b * p.k_sb + h_kv * p.k_sh + (n - 1) * 64 * p.k_ss, p.k_ss, (n - 1) * 64, p.sk);
       k.advance();
       cp_async_commit();
-      copy_rows<64, 16, 256, 4>(smem_V + v.slot * 16384, p.v + b * p.v_sb + h_kv * p.v_sh + (n - 1) * 64 * p.v_ss, p.v_ss, (n - 1) * 64, p.sk);
+      copy_rows<64, 16, 256>(smem_V + v.slot * 16384, p.v + b * p.v_sb + h_kv * p.v_sh + (n - 1) * 64 * p.v_ss, p.v_ss, (n - 1) * 64, p.sk);
       v.advance();
       cp_async_commit();
-      copy_rows<64, 16, 256, 4>(smem_K + k.slot * 16384, p.k + b * p.k_sb + h_kv * p.k_sh + max(n - 2, 0) * 64 * p.k_ss, p.k_ss, max(n - 2, 0) * 64, p.sk * (n > 1));
+      copy_rows<64, 16, 256>(smem_K + k.slot * 16384, p.k + b * p.k_sb + h_kv * p.k_sh + max(n - 2, 0) * 64 * p.k_ss, p.k_ss, max(n - 2, 0) * 64, p.sk * (n > 1));
       k.advance();
       cp_async_commit();
       cp_async_wait<2>();  // Q came with the first K
@@ -402,7 +394,7 @@ attention(const __grid_constant__ Params p) {
       for (int j = n - 1; j >= edge; --j) {  // [warps.tile.masked] right edge of the mask
         cp_async_wait<2>();  // K(j) is there; P·V of the block before is done everywhere
         __syncthreads();
-        copy_rows<64, 16, 256, 4>(smem_V + v.slot * 16384, p.v + b * p.v_sb + h_kv * p.v_sh + max(j - 1, 0) * 64 * p.v_ss, p.v_ss, max(j - 1, 0) * 64, p.sk * (j >= 1));
+        copy_rows<64, 16, 256>(smem_V + v.slot * 16384, p.v + b * p.v_sb + h_kv * p.v_sh + max(j - 1, 0) * 64 * p.v_ss, p.v_ss, max(j - 1, 0) * 64, p.sk * (j >= 1));
         v.advance();
         cp_async_commit();
         qk(S, Q_frag, smem_K + k.slot * 16384);
@@ -412,7 +404,7 @@ attention(const __grid_constant__ Params p) {
         rescale(O[0], alpha[0]);
         cp_async_wait<2>();  // V(j) is there; Q·K of this block is done everywhere
         __syncthreads();
-        copy_rows<64, 16, 256, 4>(smem_K + k.slot * 16384, p.k + b * p.k_sb + h_kv * p.k_sh + max(j - 2, 0) * 64 * p.k_ss, p.k_ss, max(j - 2, 0) * 64, p.sk * (j >= 2));
+        copy_rows<64, 16, 256>(smem_K + k.slot * 16384, p.k + b * p.k_sb + h_kv * p.k_sh + max(j - 2, 0) * 64 * p.k_ss, p.k_ss, max(j - 2, 0) * 64, p.sk * (j >= 2));
         k.advance();
         cp_async_commit();
         pv(O, P, smem_V + v.slot * 16384);
@@ -421,7 +413,7 @@ attention(const __grid_constant__ Params p) {
       for (int j = min(n, edge) - 1; j >= 0; --j) {  // [warps.tile.steady]
         cp_async_wait<2>();  // K(j) is there; P·V of the block before is done everywhere
         __syncthreads();
-        copy_rows<64, 16, 256, 4>(smem_V + v.slot * 16384, p.v + b * p.v_sb + h_kv * p.v_sh + max(j - 1, 0) * 64 * p.v_ss, p.v_ss, max(j - 1, 0) * 64, p.sk * (j >= 1));
+        copy_rows<64, 16, 256>(smem_V + v.slot * 16384, p.v + b * p.v_sb + h_kv * p.v_sh + max(j - 1, 0) * 64 * p.v_ss, p.v_ss, max(j - 1, 0) * 64, p.sk * (j >= 1));
         v.advance();
         cp_async_commit();
         qk(S, Q_frag, smem_K + k.slot * 16384);
@@ -430,7 +422,7 @@ attention(const __grid_constant__ Params p) {
         rescale(O[0], alpha[0]);
         cp_async_wait<2>();  // V(j) is there; Q·K of this block is done everywhere
         __syncthreads();
-        copy_rows<64, 16, 256, 4>(smem_K + k.slot * 16384, p.k + b * p.k_sb + h_kv * p.k_sh + max(j - 2, 0) * 64 * p.k_ss, p.k_ss, max(j - 2, 0) * 64, p.sk * (j >= 2));
+        copy_rows<64, 16, 256>(smem_K + k.slot * 16384, p.k + b * p.k_sb + h_kv * p.k_sh + max(j - 2, 0) * 64 * p.k_ss, p.k_ss, max(j - 2, 0) * 64, p.sk * (j >= 2));
         k.advance();
         cp_async_commit();
         pv(O, P, smem_V + v.slot * 16384);
@@ -438,9 +430,9 @@ attention(const __grid_constant__ Params p) {
       cp_async_wait<0>();  // the last copies, of blocks that do not exist, land before the tile is left
     }
     sum_row(l_sum[0], l_sum[0]);
-    reciprocal(inverse[0], l_sum[0], 1.f);
+    reciprocal(alpha[0], l_sum[0], 1.f);
     log_sum_exp(lse[0], m_ref[0], l_sum[0]);
-    rescale(O[0], inverse[0]);
+    rescale(O[0], alpha[0]);  // divided once, by the row sum
     store_rows(O[0], p.out + b * p.out_sb + h * p.out_sh, p.out_ss, row0 + lane / 4, p.sq);
     store_row(lse[0], p.lse + ((i64)b * p.hq + h) * p.sq, row0 + lane / 4, p.sq);
   }

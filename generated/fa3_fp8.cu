@@ -680,9 +680,7 @@ attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ Tenso
         pin(S), wgmma_fence(), qk(S, desc_Q, desc_K + k.slot * 1792), wgmma_commit();
         bar_arrive(1 + (w + 1) % 2, 256);
         wgmma_wait<0>(), pin(S);
-        if (n == 1) {
-          if (lane == 0) mbarrier_arrive(q_empty);  // no product of this tile reads Q any more
-        }
+        if (n == 1) if (lane == 0) mbarrier_arrive(q_empty);  // no product of this tile reads Q any more
         if (lane == 0) mbarrier_arrive(k_empty + 8 * k.slot);
         k.advance();
         mask(S, last_key, (n - 1) * 224);
@@ -697,9 +695,7 @@ attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ Tenso
           pin(O), wgmma_fence(), pv(O, P, desc_V + v.slot * 2048), wgmma_commit();
           bar_arrive(1 + (w + 1) % 2, 256);
           wgmma_wait<1>(), pin(S);  // the scores are there, P·V still runs
-          if (j == 0) {
-            if (lane == 0) mbarrier_arrive(q_empty);  // no product of this tile reads Q any more
-          }
+          if (j == 0) if (lane == 0) mbarrier_arrive(q_empty);  // no product of this tile reads Q any more
           if (lane == 0) mbarrier_arrive(k_empty + 8 * k.slot);
           k.advance();
           online_softmax(S, m_ref, l_sum, alpha, score_scale);

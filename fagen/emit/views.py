@@ -112,7 +112,8 @@ def _break(s: st.Break, x: Scope) -> tuple[str, View]:
 
 
 def _if(s: st.If, x: Scope) -> tuple[str, View]:
-    return ("if_else" if s.orelse else "if"), {"cond": x.c(s.cond)}
+    one_line = not s.orelse and len(s.then) == 1 and isinstance(s.then[0], st.Arrive)
+    return ("if_else" if s.orelse else "if_short" if one_line else "if"), {"cond": x.c(s.cond)}
 
 
 # copies -----------------------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ def _no_overlap(s: Schedule) -> Changes:
 def _no_specialisation(s: Schedule) -> Changes:
     if s.roles != "producer":
         return {}
-    return {"roles": "uniform", "registers": None, "fuse_tiles": False, **_no_pingpong(s)}
+    return {"roles": "uniform", "registers": None, "fuse_tiles": False, "skip_masked": False, **_no_pingpong(s)}
 
 
 def _running(s: Schedule) -> Changes:
@@ -56,6 +56,10 @@ def _unfused(s: Schedule) -> Changes:
     return {"fuse_tiles": False} if s.fuse_tiles else {}
 
 
+def _unskipped(s: Schedule) -> Changes:
+    return {"skip_masked": False} if s.skip_masked else {}
+
+
 ABLATIONS: dict[str, Callable[[Schedule], Changes]] = {
     "no ping-pong": _no_pingpong,
     "no own overlap": _no_within,
@@ -63,6 +67,7 @@ ABLATIONS: dict[str, Callable[[Schedule], Changes]] = {
     "no specialised warps": _no_specialisation,
     "running maximum": _running,
     "tiles not fused": _unfused,
+    "masked blocks computed": _unskipped,
 }
 """Name in tables → the changes that remove it from a schedule, {} where the schedule does not have it."""
 

@@ -32,6 +32,7 @@ SOFTMAX_AXES: dict[str, tuple[Any, ...]] = {
     "overlap": ("within", "both"),
     "reference": ("running", "stale"),
     "fuse_tiles": (False, True),
+    "skip_masked": (False, True),
 }
 MMA_SYNC_AXES: dict[str, tuple[Any, ...]] = {
     "tile_q": (64, 128),

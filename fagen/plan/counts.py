@@ -20,8 +20,8 @@ from .steps import (
     LoadAcc,
     Mma,
     MmaWait,
+    MulRow,
     NArrive,
-    Reciprocal,
     Role,
     RowPass,
     Slot,
@@ -101,7 +101,7 @@ ROW_LOADS = 4
 def scarce(role: Role) -> bool:
     """Whether the role keeps more in registers than a block's tiles and sums (the warps' parts, what goes through a workspace, copies on
     their way, factors of every step): then addresses are computed when they are used, and long copies run in a loop."""
-    return any(isinstance(s, (Copy, LoadAcc, AddParts, Reciprocal)) for s in walk(role.body))
+    return any(isinstance(s, (Copy, LoadAcc, AddParts, MulRow)) for s in walk(role.body))
 
 
 def copy_loads(tile: Smem, threads: int, most: int) -> int:

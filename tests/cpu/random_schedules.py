@@ -82,6 +82,7 @@ def _wgmma(rng: random.Random) -> Pair:
         overlap=rng.choice(overlaps),
         reference=reference,
         fuse_tiles=rng.random() < 0.2,
+        skip_masked=attention.causal and producer and consumers > 1 and rng.random() < 0.3,
         v_transposed=attention.dtype == "e4m3" and rng.random() < 0.3,
     )
     return attention, schedule

@@ -39,6 +39,7 @@ def variants() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "fa3", {"reference": "stale", "tile_kv": 96, "overlap": "within", "dtype": "fp16"}
     yield "fa3_fp8", {"reference": "stale", "tile_kv": 160, "mask": "causal"}
     yield "fa3", {"reference": "stale", "tile_kv": 112, "fuse_tiles": True}
+    yield "fa3", {"reference": "stale", "tile_kv": 64, "mask": "causal", "skip_masked": True}
     yield "fa3_fp8", {"v_transposed": True}
     yield "fa2", {"parallelism": "batch_heads", "stages": 1}
     yield "fa2", {"tile_q": 256, "tile_kv": 32, "dtype": "fp16", "head_dim": 64, "warps": 8}
@@ -104,10 +105,10 @@ def test_no_dead_function(variant: tuple[str, Any]) -> None:
         assert len(re.findall(rf"\b{name}\b", code)) > 1, f"{name} is never used"
 
 
-LINES = 130
+LINES = 135
 """About 120."""
 LONG_LINES = 145
-"""Of a warpgroup that also issues the loads, or joins a tile to the next: two programs in one."""
+"""Of a warpgroup that also issues the loads, joins a tile to the next, or passes over blocks that others see: two programs in one."""
 
 
 def role_bodies(p: Plan, text: str) -> dict[str, list[str]]:
@@ -124,7 +125,7 @@ def role_bodies(p: Plan, text: str) -> dict[str, list[str]]:
 def test_role_bodies_are_short(variant: tuple[str, Any]) -> None:
     p, source = emitted(*variant)
     for name, lines in role_bodies(p, source.text).items():
-        two_in_one = p.schedule.fuse_tiles or p.schedule.mma == "wgmma" and p.schedule.roles == "uniform"
+        two_in_one = p.schedule.fuse_tiles or p.schedule.skip_masked or p.schedule.mma == "wgmma" and p.schedule.roles == "uniform"
         most = LONG_LINES if two_in_one else LINES
         assert 5 < len(lines) <= most, f"{name}: {len(lines)} lines"
 

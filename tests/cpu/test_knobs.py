@@ -98,6 +98,7 @@ ACCEPTED: dict[str, list[tuple[object, Pair, Changes]]] = {
     "stages": [(n, base, {"tile_kv": 64}) for n in (1, 2, 3, 4, (1, 2), (2, 1), (1, 4), (3, 2)) for base in (FA2, FA3, (FA3[0], FA3[1].replace(**UNIFORM)))],
     "overlap": [*((o, FA3, {}) for o in ("none", "within", "pingpong", "both")), *((o, FA3, {**UNIFORM, "overlap": o}) for o in ("none", "within")), ("none", FA2, {})],
     "fuse_tiles": [(False, FA3, {}), (False, FA2, {}), *((True, FA3, {**STALE, "overlap": o, "parallelism": p}) for o in ("within", "both") for p in ("persistent_static", "persistent_dynamic"))],
+    "skip_masked": [(False, FA3, {}), (False, FA2, {}), *((True, FA3, {"mask": "causal", "tile_kv": 64, "overlap": o}) for o in ("none", "within", "pingpong", "both")), *((True, base, {**STALE, "mask": "causal", "tile_kv": 64}) for base in (FA3, FP8))],
     "softmax": [("fused", FA3, {}), ("fused", FA2, {}), ("three_pass", STANDARD, {}), ("two_pass", STANDARD, {})],
     "normalise": [("once", FA3, {}), *((n, base, {}) for n in ("once", "each_step") for base in (FA1, FA2))],
     "reference": [("running", FA3, {}), ("running", FA2, {}), *(("stale", base, {"overlap": o, "tile_kv": 64}) for base in (FA3, FP8) for o in ("within", "both"))],
@@ -136,6 +137,7 @@ EFFECT: dict[str, list[tuple[Pair, Changes, Changes]]] = {
     "overlap": [(FA3, {"overlap": a}, {"overlap": b}) for a, b in (("none", "within"), ("within", "pingpong"), ("pingpong", "both"), ("none", "pingpong"), ("within", "both"))]
     + [(FA3, UNIFORM, {**UNIFORM, "overlap": "within"})],
     "fuse_tiles": [(FA3, STALE, {**STALE, "fuse_tiles": True})],
+    "skip_masked": [(FA3, {"mask": "causal"}, {"mask": "causal", "skip_masked": True})],
     "reference": [(base, {"tile_kv": 64}, {"tile_kv": 64, "reference": "stale"}) for base in (FA3, FP8)],
     "v_transposed": [(FP8, {"v_transposed": False}, {"v_transposed": True})],
 }  # fmt: skip

@@ -26,6 +26,10 @@ VARIANTS: dict[str, tuple[Attention, Schedule]] = {
     "fa2 one stage": (FA2.attention, FA2.schedule.replace(stages=1, warps=2, tile_q=32)),
     "fa3": FA3,
     "fa3 causal, dynamic": (FA3.attention.replace(mask="causal"), FA3.schedule.replace(parallelism="persistent_dynamic")),
+    "fa3 causal, masked blocks skipped": (
+        FA3.attention.replace(mask="causal", head_dim=64),
+        FA3.schedule.replace(skip_masked=True, tile_kv=32, tile_q=256, consumers=4),
+    ),
     "fa3 query_tiles, none": (FA3.attention, FA3.schedule.replace(parallelism="query_tiles", overlap="none")),
     "fa3 within": (FA3.attention, FA3.schedule.replace(overlap="within")),
     "fa3 pingpong": (FA3.attention, FA3.schedule.replace(overlap="pingpong")),

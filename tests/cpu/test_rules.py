@@ -117,6 +117,8 @@ MISTAKES: list[tuple[Pair, dict[str, Any], str, str, tuple[str, ...]]] = [
     (FA2, {"reference": "stale"}, "reference", "reference", ("'stale'", "wgmma")),
     (FA3, {"fuse_tiles": True}, "fuse-tiles", "fuse_tiles", ("reference='stale'",)),
     (FA2, {"fuse_tiles": True}, "fuse-tiles", "fuse_tiles", ("wgmma",)),
+    (FA3, {"skip_masked": True}, "skip-masked", "skip_masked", ("mask 'causal'",)),
+    (FA2, {"skip_masked": True}, "skip-masked", "skip_masked", ("mask 'causal'", "roles 'producer'")),
     (FA2, {"dtype": "e4m3"}, "dtype", "dtype", ("e4m3", "mma_sync")),
     (FA3, {"v_transposed": True}, "v-transposed", "v_transposed", ("e4m3", "bf16")),
     (FP8, {"roles": "uniform", "overlap": "none", "stages": 1, "tile_kv": 64}, "v-transposed", "v_transposed", ("uniform", "transpose")),

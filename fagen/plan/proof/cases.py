@@ -69,6 +69,12 @@ class Cases:
         if self.schedule.loop_order == "kv_outer" and self.attention.causal:  # rows of one tile that end in different blocks
             s = self.schedule
             yield from self._ctas(Problem(1, 2 * s.tile_q, 2 * s.tile_kv + s.tile_q // 2, 1, 1), 1)
+        if self.schedule.skip_masked:  # the trip counts of the first warpgroup, where the last one has more
+            s = self.schedule
+            for n in self.trip_counts:
+                keys = n * s.tile_kv + s.tile_q - 64
+                for tiles in self._tile_counts():
+                    yield from self._ctas(Problem(1, s.tile_q, keys, tiles, tiles), 1)
         if self._persistent or self._range:  # two CTAs that share the tiles
             yield from self._ctas(self._problem(self.trip_counts[-1], MOST_TILES, True), 2)
 

@@ -96,6 +96,12 @@ def reason(change: Change, facts: Facts) -> str | None:
     return None
 
 
+def _arrivals(step: S.Step) -> S.Body:
+    """The arrivals of a step that does nothing else: itself, or what an If holds."""
+    inner = step.then if isinstance(step, S.If) and not step.orelse else (step,)
+    return inner if all(isinstance(s, (S.Arrive, S.NArrive)) for s in inner) else ()
+
+
 def _any(steps: Iterable[S.Step], *kinds: type[S.Step]) -> bool:
     return any(isinstance(s, kinds) for s in S.walk(tuple(steps)))
 
@@ -104,7 +110,7 @@ def _any(steps: Iterable[S.Step], *kinds: type[S.Step]) -> bool:
 
 
 def _later_release(c: Change, facts: Facts) -> bool:
-    return isinstance(c.steps[0], (S.Arrive, S.NArrive)) and not isinstance(c.steps[1], S.Advance)
+    return bool(_arrivals(c.steps[0])) and not isinstance(c.steps[1], S.Advance)
 
 
 def _earlier_wait(c: Change, facts: Facts) -> bool:
@@ -172,6 +178,20 @@ def _idle_wait(c: Change, facts: Facts) -> bool:
     return any(isinstance(s, S.Wait) and s.id not in facts.seen.blocking for s in c.steps)
 
 
+def _reads_known_over(c: Change, facts: Facts) -> bool:
+    """A Wait before a fill, whose reads another barrier has already told to be over."""
+    fills = {s.dst.cursor for r in facts.kernel.roles for s in S.walk(r.body) if isinstance(s, S.TmaLoad)}
+    waits = [s for s in c.steps if isinstance(s, S.Wait) and s.cursor in fills]
+    return bool(waits) and all(s.id not in facts.seen.guarding for s in waits)
+
+
+def _nothing_read(c: Change, facts: Facts) -> bool:
+    """The Wait of steps that pass over a slot: none beside it looks into one."""
+    waits = {s.id for s in S.walk(c.steps) if isinstance(s, S.Wait)}
+    bodies = [body for r in facts.kernel.roles for s in S.walk(r.body) for _, body in S.bodies(s) if waits & {x.id for x in body}]
+    return bool(bodies) and not any(_rings(s) for body in bodies for s in S.walk(body))
+
+
 def _idle_barrier(c: Change, facts: Facts) -> bool:
     return any(isinstance(s, (S.Arrive, S.Wait)) and s.bar in facts.spare for s in c.steps)
 
@@ -181,10 +201,10 @@ def _stronger_phase(c: Change, facts: Facts) -> bool:
 
 
 def _released_twice(c: Change, facts: Facts) -> bool:
-    before, arrive = c.steps
+    before, arrivals = c.steps[0], _arrivals(c.steps[1])
     reads = {s.id for s in S.walk((before,))} | facts.seen.completed.get(before.id, set())
     found = [bars for (step, _), bars in facts.seen.released.items() if step in reads]
-    return isinstance(arrive, S.Arrive) and bool(found) and all(bars - {arrive.bar} for bars in found)
+    return bool(found) and any(isinstance(a, S.Arrive) and all(bars - {a.bar} for bars in found) for a in arrivals)
 
 
 def _idle_copy_wait(c: Change, facts: Facts) -> bool:
@@ -204,16 +224,18 @@ def _other_ring(c: Change, facts: Facts) -> bool:
 
 
 def _unobserved(c: Change, facts: Facts) -> bool:
-    return any(isinstance(s, (S.Advance, S.Arrive)) and s.id not in facts.seen.needed for s in c.steps)
+    steps = (x for s in c.steps for x in (_arrivals(s) or (s,)))
+    return any(isinstance(s, (S.Advance, S.Arrive)) and s.id not in facts.seen.needed for s in steps)
 
 
 def _one_slot(c: Change, facts: Facts) -> bool:
-    """An Advance of a one-slot ring moves the phase only: beside a step that does not wait it can be anywhere, and where nothing
-    waits by the cursor it can be absent."""
+    """An Advance of a one-slot ring moves the phase only: beside steps that do not wait by the cursor it can be anywhere, and where
+    nothing does it can be absent."""
     advances = [s for s in c.steps if isinstance(s, S.Advance) and facts.stages(s.cursor) == 1]
-    others = [s for s in c.steps if not isinstance(s, S.Advance)]
+    others = tuple(s for s in c.steps if not isinstance(s, S.Advance))
     if c.rule == "swap":
-        return bool(advances) and not _any(others, S.Wait)
+        waits = {s.cursor for s in S.walk(others) if isinstance(s, S.Wait)}
+        return bool(advances) and not waits & {s.cursor for s in advances}
     return bool(advances) and all(facts.phase_unused(s.cursor) for s in advances)
 
 
@@ -234,6 +256,12 @@ RULES: tuple[tuple[tuple[str, ...], str, Callable[[Change, Facts], bool]], ...] 
     (("drop", "swap"), "the ring has one slot and nothing there looks at the phase", _one_slot),
     (("start_phase",), "nothing waits by the cursor: its phase has no meaning", lambda c, facts: facts.phase_unused(c.was)),
     (("drop", "swap", "bar"), "the wait gives no order of its own: the phase has always completed before it", _idle_wait),
+    (("drop", "swap", "bar"), "that all reads of the slot are over is known from another barrier", _reads_known_over),
+    (
+        ("drop", "swap", "bar"),
+        "nothing reads the slot, and without the wait the arrival behind it still counts for its phase",
+        _nothing_read,
+    ),
     (("drop", "swap", "bar"), "the kernel is proven without this barrier: the others imply the order it gives", _idle_barrier),
     (
         ("swap",),

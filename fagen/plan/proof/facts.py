@@ -48,6 +48,8 @@ class Observed:
 
     blocking: set[str] = field(default_factory=set)
     """Waits that are told something no other step told before."""
+    guarding: set[str] = field(default_factory=set)
+    """Waits before a fill without which the filling thread does not know that all reads of the slot are over."""
     weaker: set[tuple[str, str]] = field(default_factory=set)
     """(wait, another barrier): the other's phase can complete when the wait's own has not."""
     needed: set[str] = field(default_factory=set)
@@ -132,6 +134,7 @@ class Observed:
                 if i + 1 < len(self._intervals):
                     self.separated |= {(barrier, ring) for ring, _ in self._intervals[i].conflicts(self._intervals[i + 1])}
         self._waited_for(run)
+        self._guarded(run)
         self._released(run)
         self._threads, self._intervals = {}, []
 
@@ -158,6 +161,16 @@ class Observed:
             for phase, events in enumerate(bar.phases):
                 if (str(bar), phase) in waited:
                     self.needed |= {s.id for e in events for s in [run.order.labels[e].step] if s is not None}
+
+    def _guarded(self, run: Run) -> None:
+        masks = run.order.masks
+        for key, fills in run.fills.items():
+            for fill, following in pairwise(fills):
+                past = masks[following.issues[0]]
+                cursors = used_cursors(following.step)
+                before = [w for w in run.waits if w.step.cursor in cursors and w.bar.slot == key[1] and past >> w.end & 1]
+                if before and any(not masks[before[-1].start] >> read.end & 1 for read in fill.reads):
+                    self.guarding.add(before[-1].step.id)
 
     def _released(self, run: Run) -> None:
         masks, labels = run.order.masks, run.order.labels

@@ -100,7 +100,9 @@ class Block:
 
     def frags(self, *q: Frag) -> tuple[Frag, ...]:
         a = self.tiles.attention
-        extra: tuple[str, ...] = ("inverse", "m_part", "l_part", "beta") if self.split_kv else ("inverse",)
+        extra: tuple[str, ...] = ("m_part", "l_part", "beta") if self.split_kv else ()
+        if self.each_step or self.split_kv:
+            extra += ("inverse",)
         if self.each_step or self.tiles.schedule.loop_order == "kv_outer" and not self.split_kv:
             extra += ("total",)
         part = (Frag("O_part", self.rows, PART_COLUMNS, "fp32", "acc16"),) if self.split_kv else ()
@@ -142,9 +144,9 @@ class Block:
             return *divide, LogSumExp(lse="lse", m="m_ref", l="l_sum"), *self.store()
         return (
             SumRow(dst="l_sum", src="l_sum"),
-            Reciprocal(dst="inverse", src="l_sum"),
+            Reciprocal(dst="alpha", src="l_sum"),
             LogSumExp(lse="lse", m="m_ref", l="l_sum"),
-            Rescale(o="O", alpha="inverse"),
+            Rescale(o="O", alpha="alpha", why="divided once, by the row sum"),
             *self.store(),
         )
 

@@ -264,8 +264,8 @@ class Wgmma:
         fill_rings = (*self._load_q(), *self._ahead("k", s.stages_k), *self._ahead("v", s.stages_v))
         loads: Body = (Elected(name="fill", body=fill_rings),) if self._is_uniform else ()
         blocks = self._blocks_in_order() if s.overlap == "none" else self._blocks_rotated()
-        skip = self._skip("k") if s.skip_masked else ()
-        work = (*loads, Wait(bar="q_full", cursor="q"), *skip, *blocks)
+        skip = self._skip() if s.skip_masked else ()
+        work = (*loads, *skip, Wait(bar="q_full", cursor="q"), *blocks)
         some = N_TILE if s.skip_masked else N
         claim = (Elected(name="claim", body=self.tiles.claim("next")),) if self._is_uniform and t.dynamic else ()
         calm = (Calm(var="calm", declare=True),) if s.reference == "stale" else ()
@@ -338,15 +338,34 @@ class Wgmma:
             Pack(p="P", s="S"),
         )
 
-    def _skip(self, tensor: str) -> Body:
-        """Pass over the blocks that no row of this warpgroup sees. With ping-pong, K's with an empty turn each."""
+    def _skip(self) -> Body:
+        """Pass over the blocks that no row of this warpgroup sees, with ping-pong in an empty turn each. V(j + 1) comes with K(j): the
+        last V of them is left to `_skip_last_v`, since waiting for it here would keep the first products waiting."""
+        v = If(name="v", cond=J < N_TILE - 1, then=self._pass_over("v"))
+        body = (*self._pass_over("k"), v)
+        return (Loop(var="j", first=N_TILE - 1, last=N, step=-1, segment="skip", body=body, why="no row here sees these"),)
+
+    def _skip_last_v(self) -> Body:
+        return (If(name="skip_v", cond=N < N_TILE, then=self._pass_over("v")),) if self.tiles.schedule.skip_masked else ()
+
+    def _pass_over(self, tensor: str) -> Body:
         turn = self._in_turn() if tensor == "k" else ()
-        body = (Wait(bar=f"{tensor}_full", cursor=tensor), *turn, *self._release(tensor, J))
-        return (Loop(var="j", first=N_TILE - 1, last=N, step=-1, segment=f"skip_{tensor}", body=body, why="no row here sees these"),)
+        return (
+            Wait(bar=f"{tensor}_full", cursor=tensor),
+            *turn,
+            Arrive(bar=f"{tensor}_empty", cursor=tensor),
+            Advance(cursor=tensor),
+        )
 
     def _release_q(self, j: Expr) -> Body:
         """Behind the scores of block j: those of block 0 were the last product to read Q, whose successor may come."""
-        return (If(name="last", cond=eq(N, 1) if j == N - 1 else eq(j, 0), then=(Arrive(bar="q_empty", cursor="q", why="no product of this tile reads Q any more"),)),)
+        return (
+            If(
+                name="last",
+                cond=eq(N, 1) if j == N - 1 else eq(j, 0),
+                then=(Arrive(bar="q_empty", cursor="q", why="no product of this tile reads Q any more"),),
+            ),
+        )
 
     def _segments(self, first: Expr, block: dict[bool, Body], always_masked: bool) -> Body:
         """The loop over blocks first … 0 in two segments: blocks that need the mask, then clean ones."""
@@ -363,8 +382,7 @@ class Wgmma:
 
     def _blocks_in_order(self) -> Body:
         block = {masked: self._block_in_order(masked) for masked in (True, False)}
-        skip = self._skip("v") if self.tiles.schedule.skip_masked else ()
-        return (*skip, *self._segments(N - 1, block, always_masked=True), Advance(cursor="q"), *totals(self.tiles))
+        return (*self._skip_last_v(), *self._segments(N - 1, block, always_masked=True), Advance(cursor="q"), *totals(self.tiles))
 
     def _block_in_order(self, masked: bool) -> Body:
         return (
@@ -384,7 +402,7 @@ class Wgmma:
 
     def _blocks_rotated(self) -> Body:
         s = self.tiles.schedule
-        prologue = (*self._first_block(), *(self._skip("v") if s.skip_masked else ()))  # V comes behind K: waiting for it first costs time
+        prologue = (*self._first_block(), *self._skip_last_v())
         overlapped = self._block_stale if s.reference == "stale" else self._block_overlapped
         build = self._block_waited if s.overlap == "pingpong" else overlapped
         block = {masked: build(masked) for masked in (True, False)}
