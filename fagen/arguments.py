@@ -18,7 +18,7 @@ from . import driver
 from .errors import InputError, InternalError
 from .interop.arrays import check_pointers, output_shapes
 from .plan.kernel import DESCALES, KernelLaunch, KernelPlan, Launch, Plan, TensorMap
-from .workspace import Request, Workspaces
+from .workspace import Request, Use, Workspaces
 
 TENSORS = ("q", "k", "v", "out", "lse")
 MAX_ENCODED = 256
@@ -138,18 +138,30 @@ class BoundCall:
     ):
         self.device = device
         self.launch = launch
+        self.retired = False
+        """Whether the kernel forgot it, since its module may be gone: not to be run any more."""
         self.out_shape, self.lse_shape = output_shapes(plan.attention, launch.problem).values()
+        self.out_dtype = plan.attention.output_dtype
         self._context = driver.primary_context(device)
-        self._pool, self._user = pool, user
-        self._requests: tuple[Request, ...] = tuple(w for w in launch.workspaces if w[0] != "debug")
+        self._context_object = driver.api().CUcontext(self._context)
+        self._get_current = driver.api().cuCtxGetCurrent
+        requests: tuple[Request, ...] = tuple(w for w in launch.workspaces if w[0] != "debug")
+        self._pool, self._use = pool, Use(user, requests)
         self._debug = (debug,) if debug else ()
         self._no_keys = launch.problem.sk == 0
         self._scaled = plan.attention.dtype == "e4m3"
         scales = DESCALES if self._scaled else ()
-        names = TENSORS + scales + tuple(w[0] for w in self._requests) + (("debug",) if debug else ())
-        arguments = [KernelArguments(kernel, bound, names) for kernel, bound in zip(plan.kernels, launch.kernels)]
-        self._kernels = list(zip(functions, arguments))
-        self._lock = threading.Lock()  # the argument buffers are shared by all callers
+        names = TENSORS + scales + tuple(w[0] for w in requests) + (("debug",) if debug else ())
+        self._arguments = [KernelArguments(kernel, bound, names) for kernel, bound in zip(plan.kernels, launch.kernels)]
+        self._launches = [
+            driver.KernelLaunch(f, a.grid, a.block, a.smem_bytes, a.params) for f, a in zip(functions, self._arguments)
+        ]
+        self._stream = -1
+        """Of the launches; -1: of none yet."""
+        self._values: tuple[int, ...] | None = None
+        """That the argument buffers hold, with these numbers; None: not all of any."""
+        self._numbers = ONES
+        self._lock = threading.Lock() if pool is None else pool.lock  # all callers share the argument buffers
 
     def run(
         self, addresses: tuple[int, ...], stream: int, scales: tuple[int, ...] = (0, 0, 0), numbers: tuple[float, ...] = ONES
@@ -159,33 +171,40 @@ class BoundCall:
 
         InputError: an address is misaligned, or the driver cannot describe a tensor to TMA.
         """
-        q, k, v, out, lse = addresses
+        if self._scaled:
+            addresses += scales
+        elsewhere = self._get_current()[1] != self._context_object  # also after an error, which the next call then raises
+        if elsewhere:
+            driver.push_context(self._context)
+        try:
+            with self._lock:
+                if self._pool is not None:
+                    addresses += self._pool.pointers(self._use, stream)
+                if addresses != self._values or numbers != self._numbers:
+                    self._write(addresses, numbers)
+                if stream != self._stream:
+                    for launch in self._launches:
+                        launch.set_stream(stream)
+                    self._stream = stream
+                for launch in self._launches:
+                    (status,) = launch.queue()
+                    if status != 0:
+                        raise launch.failure(status)
+        finally:
+            if elsewhere:
+                driver.pop_context()
+
+    def _write(self, values: tuple[int, ...], numbers: tuple[float, ...]) -> None:
+        """Fill the argument buffers. The caller holds the lock."""
+        self._values = None  # should this fail halfway
+        q, k, v, out, lse, *others = values
         if (q | k | v | out) & 15 or lse & 3:
             check_pointers(q=q, k=k, v=v, out=out, lse=lse)
-        if self._no_keys:
-            addresses = (q, out, out, out, lse)  # k and v are never read, but TMA descriptors need a valid address
         if self._scaled:
-            check_pointers(**dict(zip(DESCALES, scales)))
-            addresses += scales
-        if driver.current_context() == self._context:
-            self._run(addresses, numbers, stream)
-            return
-        driver.push_context(self._context)
-        try:
-            self._run(addresses, numbers, stream)
-        finally:
-            driver.pop_context()
-
-    def _run(self, values: tuple[int, ...], numbers: tuple[float, ...], stream: int) -> None:
-        if self._pool is None:
-            self._launch(values, numbers, stream)
-            return
-        with self._pool.lock:
-            self._launch(values + self._pool.pointers(self._requests, stream, self._user), numbers, stream)
-
-    def _launch(self, values: tuple[int, ...], numbers: tuple[float, ...], stream: int) -> None:
-        values += self._debug
-        with self._lock:
-            for function, a in self._kernels:
-                a.write(values, numbers)
-                driver.launch(function, a.grid, a.block, a.smem_bytes, stream, a.params)
+            check_pointers(**dict(zip(DESCALES, others)))
+        used = values + self._debug
+        if self._no_keys:
+            used = (q, out, out, *used[3:])  # k and v are never read, but TMA descriptors need a valid address
+        for arguments in self._arguments:
+            arguments.write(used, numbers)
+        self._values, self._numbers = values, numbers

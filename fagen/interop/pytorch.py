@@ -49,3 +49,12 @@ def raw_stream(torch: Any) -> Callable[[int], int]:
     if fast is not None:
         return fast  # type: ignore[no-any-return]
     return lambda device: int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def strided_allocator(torch: Any) -> Callable[[tuple[int, ...], tuple[int, ...], Any], Any]:
+    """A function: shape, strides, dtype → a new tensor on torch's current CUDA device."""
+    guards = getattr(getattr(torch._C, "_dynamo", None), "guards", None)
+    fast = getattr(guards, "_empty_strided_cuda", None)  # what torch's own code generators call; skips the dispatcher
+    if fast is not None:
+        return fast  # type: ignore[no-any-return]
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda")

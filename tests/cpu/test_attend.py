@@ -48,11 +48,13 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
 
 @pytest.fixture
 def compiler(fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    attend._torch_calls.clear()
     attend._calls.clear()
     attend._kernels.clear()
     compiler = Compiler(fake)
     monkeypatch.setattr(attend.api, "compile", compiler)
     yield compiler
+    attend._torch_calls.clear()
     attend._calls.clear()
     attend._kernels.clear()
 
@@ -155,6 +157,7 @@ def test_empty_sizes(compiler: Compiler, fake: FakeCuda, sq: int, sk: int) -> No
 
 
 def test_one_real_compilation(fake: FakeCuda) -> None:
+    attend._torch_calls.clear()
     attend._calls.clear()
     attend._kernels.clear()
     q, k, v = qkv(d=128, sq=64, sk=600)
@@ -163,6 +166,7 @@ def test_one_real_compilation(fake: FakeCuda) -> None:
     assert kernel.cubin[:4] == b"\x7fELF" and not kernel.report.broken()
     assert kernel.plan.schedule == tuned.choose(Attention(head_dim=128), Problem(2, 64, 600, 4, 2)).schedule
     assert len(fake.launches) == 1
+    attend._torch_calls.clear()
     attend._calls.clear()
     attend._kernels.clear()
 
@@ -233,7 +237,7 @@ def test_a_captured_call_needs_a_warm_kernel(monkeypatch: pytest.MonkeyPatch, co
     before = list(fake.calls)
     fagen.attention(q, k, v)
     during = fake.calls[len(before) :]
-    assert "cuLaunchKernel" in during
+    assert "cuLaunchKernelEx" in during
     assert not {"cuModuleLoadData", "cuMemAlloc", "cuStreamSynchronize"} & set(during)
     assert len(compiler.asked) == 1
 

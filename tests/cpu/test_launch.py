@@ -215,11 +215,11 @@ def test_a_repeated_call_launches_on_the_callers_stream_and_does_nothing_else(fa
     kernel(*tensors, stream=0x99)
     kernel(*tensors, stream=type("Stream", (), {"cuda_stream": 0x98})())
     assert [x.stream for x in fake.launches] == [STREAM, STREAM, 0x99, 0x98]
-    assert set(fake.calls) == {"cuCtxGetCurrent", "cuCtxPushCurrent", "cuLaunchKernel", "cuCtxPopCurrent"}
+    assert set(fake.calls) == {"cuCtxGetCurrent", "cuCtxPushCurrent", "cuLaunchKernelEx", "cuCtxPopCurrent"}
     fake.contexts.append(0xC0)  # torch has made its context current
     fake.calls.clear()
     kernel(*tensors)
-    assert fake.calls == ["cuCtxGetCurrent", "cuLaunchKernel"]
+    assert fake.calls == ["cuCtxGetCurrent", "cuLaunchKernelEx"]
     assert torch.allocated == 2 * 5, "out and lse of each call"
 
 
@@ -468,7 +468,7 @@ def test_a_first_call_inside_a_capture_is_refused_before_it_touches_the_driver(f
     fake.capturing[STREAM] = 1
     with pytest.raises(LaunchError, match=r"warm up first"):
         kernel(*tensors)
-    assert not {"cuModuleLoadData", "cuMemAlloc", "cuLaunchKernel"} & set(fake.calls)
+    assert not {"cuModuleLoadData", "cuMemAlloc", "cuLaunchKernelEx"} & set(fake.calls)
     fake.capturing.clear()
     kernel(*tensors)
     fake.capturing[0x55] = 2
@@ -489,16 +489,16 @@ def test_a_refused_tensor_map_names_the_tensor_and_its_strides(fake: FakeCuda, t
 
 
 def test_a_failed_launch_names_the_call(fake: FakeCuda, torch) -> None:
-    fake.fail["cuLaunchKernel"] = fake.CUresult.CUDA_ERROR_LAUNCH_FAILED
-    with pytest.raises(driver.DriverError, match=r"cuLaunchKernel failed: CUDA_ERROR_LAUNCH_FAILED \(what the driver says\)"):
+    fake.fail["cuLaunchKernelEx"] = fake.CUresult.CUDA_ERROR_LAUNCH_FAILED
+    with pytest.raises(driver.DriverError, match=r"cuLaunchKernelEx failed: CUDA_ERROR_LAUNCH_FAILED \(what the driver says\)"):
         make(schedule_plan(), fake)(*(Tensor(x) for x in qkv()))
     assert not fake.contexts
 
 
 def test_after_a_failed_numpy_call_the_first_error_is_reported(fake: FakeCuda) -> None:
-    for call in ("cuLaunchKernel", "cuMemFree"):
+    for call in ("cuLaunchKernelEx", "cuMemFree"):
         fake.fail[call] = fake.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
-    with pytest.raises(driver.DriverError, match=r"cuLaunchKernel"):
+    with pytest.raises(driver.DriverError, match=r"cuLaunchKernelEx"):
         make(schedule_plan(), fake)(*qkv())
     assert not fake.contexts
 
