@@ -197,14 +197,13 @@ class BoundCall:
     def _write(self, values: tuple[int, ...], numbers: tuple[float, ...]) -> None:
         """Fill the argument buffers. The caller holds the lock."""
         self._values = None  # should this fail halfway
-        q, k, v, out, lse, *others = values
-        if (q | k | v | out) & 15 or lse & 3:
-            check_pointers(q=q, k=k, v=v, out=out, lse=lse)
-        if self._scaled:
-            check_pointers(**dict(zip(DESCALES, others)))
+        if (values[0] | values[1] | values[2] | values[3]) & 15 or values[4] & 3:
+            check_pointers(**dict(zip(TENSORS, values)))
         used = values + self._debug
+        if self._scaled:
+            check_pointers(**dict(zip(DESCALES, values[len(TENSORS) :])))
         if self._no_keys:
-            used = (q, out, out, *used[3:])  # k and v are never read, but TMA descriptors need a valid address
+            used = (used[0], used[3], used[3], *used[3:])  # k and v are never read, but TMA descriptors need a valid address
         for arguments in self._arguments:
             arguments.write(used, numbers)
         self._values, self._numbers = values, numbers

@@ -71,7 +71,9 @@ def attention(
     scales = None
     if q_descale is not None or k_descale is not None or v_descale is not None:
         scales = (q_descale, k_descale, v_descale)
-    plain = (causal is True or causal is False) and (scale is None or type(scale) is float)  # 1 and True are one key, but not one call
+    plain = (causal is True or causal is False) and (
+        scale is None or type(scale) is float
+    )  # 1 and True are one key, but not one call
     if plain:
         calls = _torch_calls.get((causal, scale))
         done = None if calls is None else calls.run(q, k, v, out, lse, stream, scales, return_lse)

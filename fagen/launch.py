@@ -91,9 +91,7 @@ class Kernel:
 
     # the whole path, for a first call and for every library but torch --------------------------------------------------
 
-    def _call_any(
-        self, q: Any, k: Any, v: Any, out: Any, lse: Any, stream: Any, scales: Scales
-    ) -> tuple[Any, Any]:
+    def _call_any(self, q: Any, k: Any, v: Any, out: Any, lse: Any, stream: Any, scales: Scales) -> tuple[Any, Any]:
         given = {n: t for n, t in (("q", q), ("k", k), ("v", v), ("out", out), ("lse", lse)) if n in "qkv" or t is not None}
         numbers = ONES
         if scales is not None:
@@ -138,7 +136,8 @@ class Kernel:
                 bound.run(tuple(arrays[n].ptr for n in TENSORS), handle, scale_pointers, numbers)
                 framework.finish(handle)
                 if framework.name == "torch":
-                    ready = ReadyCall(sys.modules["torch"], bound, _number)
+                    tensors = tuple(t for t in (q, k, v, out, lse) if t is not None)
+                    ready = ReadyCall(sys.modules["torch"], bound, _number, tensors)
                     self._torch_calls.remember(key_of(q, k, v, out, lse, scales), ready)
         return given["out"], given["lse"]
 

@@ -282,6 +282,21 @@ class Tensor:
         return -1 if self.device.index is None else self.device.index
 
 
+class TensorGuards:
+    """As torch's: compares everything but the data, and is False of one tensor given twice."""
+
+    def __init__(self, *tensors: Tensor, dynamic_dims_sizes: None, dynamic_dims_strides: None):
+        self._kinds = [self._kind(t) for t in tensors]
+
+    @staticmethod
+    def _kind(t: Any) -> Any:
+        return (t.shape, t.stride(), t.dtype, t.device, t.layout) if isinstance(t, Tensor) else None
+
+    def check(self, *tensors: Any) -> bool:
+        assert len(tensors) == len(self._kinds)
+        return [self._kind(t) for t in tensors] == self._kinds and len(set(map(id, tensors))) == len(tensors)
+
+
 def fake_torch(monkeypatch: Any, current_stream: int = 0x70) -> Any:
     """A module `torch` in sys.modules; `.allocated` counts torch.empty."""
     torch = types.ModuleType("torch")
@@ -290,19 +305,19 @@ def fake_torch(monkeypatch: Any, current_stream: int = 0x70) -> Any:
         setattr(torch, name, Dtype(name))
     theirs = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
-    def empty(shape: Any, dtype: Dtype, device: Device | str) -> Tensor:
+    def empty(shape: Any, dtype: Dtype, device: Device | int) -> Tensor:
         torch.allocated += 1
-        if isinstance(device, str):
-            kind, index = device.split(":")
-            device = Device(kind, int(index))
+        if not isinstance(device, Device):
+            device = Device("cuda", device)
         return Tensor(np.full(shape, np.nan, DTYPES[theirs[dtype.name]]), device)
 
     def empty_strided_cuda(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Dtype) -> Tensor:
         assert type(shape) is tuple and strides == contiguous_strides(shape)
-        return empty(shape, dtype, f"cuda:{torch.current_device}")
+        return empty(shape, dtype, torch.current_device)
 
     torch.empty, torch.current_device = empty, 0
-    torch._C = types.SimpleNamespace(_dynamo=types.SimpleNamespace(guards=types.SimpleNamespace(_empty_strided_cuda=empty_strided_cuda)))
+    guards = types.SimpleNamespace(_empty_strided_cuda=empty_strided_cuda, TensorGuards=TensorGuards)
+    torch._C = types.SimpleNamespace(_dynamo=types.SimpleNamespace(guards=guards))
     torch.cuda = types.SimpleNamespace(current_stream=lambda device: types.SimpleNamespace(cuda_stream=current_stream + device))
     monkeypatch.setitem(sys.modules, "torch", torch)
     return torch
