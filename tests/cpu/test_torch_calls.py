@@ -525,7 +525,7 @@ def test_without_return_lse_only_out_is_allocated(fake: FakeCuda, torch: Any, co
     fagen.attention(*tensors)
     assert torch.allocated == 1 and seen[-1]["lse"] == sink(0, STREAM) in fake.memory
     assert len(fake.memory[seen[-1]["lse"]]) >= SINK_BYTES
-    out, lse = fagen.attention(*tensors, return_lse=True)
+    _, lse = fagen.attention(*tensors, return_lse=True)
     assert torch.allocated == 3 and seen[-1]["lse"] == lse.data_ptr() != sink(0, STREAM)
     given = Tensor(np.zeros((2, 4, 5), np.float32))
     fagen.attention(*tensors, lse=given)
