@@ -12,6 +12,7 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from operator import itemgetter
 
 from . import driver
@@ -55,6 +56,10 @@ class MapSlot:
             self._encoded.move_to_end(address)
         self._memory[:] = encoded
         self.address = address
+
+    def share(self, other: MapSlot) -> None:
+        """Take over the encoded maps of another place for the same map, from here on in common."""
+        self._encoded = other._encoded
 
     def _encode(self, address: int) -> bytes:
         try:
@@ -100,6 +105,11 @@ class KernelArguments:
             if p.ctype == "f32"
         ]
 
+    def share_maps(self, other: KernelArguments) -> None:
+        """Keep encoded tensor maps in common with another buffer for the same kernel and sizes."""
+        for mine, its in zip(self._maps, other._maps):
+            mine.share(its)
+
     def write(self, values: tuple[int, ...], numbers: tuple[float, ...] = ONES) -> None:
         """The pointers, the tensor maps of tensors that moved since the last time, and DESCALES given as other numbers than then."""
         for slot in self._maps:
@@ -119,11 +129,29 @@ def picker(indices: list[int]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
     return lambda values: tuple(values[i] for i in indices)
 
 
+class Buffers:
+    """Argument buffers of all kernels of a plan, the launches that read them, and what they hold."""
+
+    __slots__ = ("arguments", "launches", "numbers", "stream", "values")
+
+    def __init__(self, arguments: list[KernelArguments], functions: tuple[int, ...]):
+        self.arguments = arguments
+        self.launches = [driver.KernelLaunch(f, a.grid, a.block, a.smem_bytes, a.params) for f, a in zip(functions, arguments)]
+        self.stream = -1
+        """Of the launches; -1: of none yet."""
+        self.values: tuple[int, ...] | None = None
+        """The addresses that the buffers hold; None: not all of any."""
+        self.numbers = ONES
+
+
 class BoundCall:
     """A plan bound to sizes and strides on one device; `run` launches it for given addresses. Safe to use from many threads.
 
     `functions`: handles of the plan's kernels, in order. `pool`: None if the plan has no workspace. `debug`: device address of the
     debug record, 0 without one. `user`: the kernel's number in the pool.
+
+    There are two sets of argument buffers, used in turn: a loop that keeps its last output while it allocates the next one alternates
+    between two addresses, and then nothing needs to be written.
     """
 
     def __init__(
@@ -152,15 +180,10 @@ class BoundCall:
         self._scaled = plan.attention.dtype == "e4m3"
         scales = DESCALES if self._scaled else ()
         names = TENSORS + scales + tuple(w[0] for w in requests) + (("debug",) if debug else ())
-        self._arguments = [KernelArguments(kernel, bound, names) for kernel, bound in zip(plan.kernels, launch.kernels)]
-        self._launches = [
-            driver.KernelLaunch(f, a.grid, a.block, a.smem_bytes, a.params) for f, a in zip(functions, self._arguments)
-        ]
-        self._stream = -1
-        """Of the launches; -1: of none yet."""
-        self._values: tuple[int, ...] | None = None
-        """That the argument buffers hold, with these numbers; None: not all of any."""
-        self._numbers = ONES
+        self._make = partial(_buffers, plan, launch, functions, names)
+        self._latest = self._make()
+        self._other: Buffers | None = None
+        """Made when first needed."""
         self._lock = threading.Lock() if pool is None else pool.lock  # all callers share the argument buffers
 
     def run(
@@ -180,13 +203,14 @@ class BoundCall:
             with self._lock:
                 if self._pool is not None:
                     addresses += self._pool.pointers(self._use, stream)
-                if addresses != self._values or numbers != self._numbers:
-                    self._write(addresses, numbers)
-                if stream != self._stream:
-                    for launch in self._launches:
+                buffers = self._latest
+                if addresses != buffers.values or numbers != buffers.numbers:
+                    buffers = self._filled(addresses, numbers)
+                if stream != buffers.stream:
+                    for launch in buffers.launches:
                         launch.set_stream(stream)
-                    self._stream = stream
-                for launch in self._launches:
+                    buffers.stream = stream
+                for launch in buffers.launches:
                     (status,) = launch.queue()
                     if status != 0:
                         raise launch.failure(status)
@@ -194,9 +218,21 @@ class BoundCall:
             if elsewhere:
                 driver.pop_context()
 
-    def _write(self, values: tuple[int, ...], numbers: tuple[float, ...]) -> None:
-        """Fill the argument buffers. The caller holds the lock."""
-        self._values = None  # should this fail halfway
+    def _filled(self, values: tuple[int, ...], numbers: tuple[float, ...]) -> Buffers:
+        """Buffers that hold these, from now on the latest: not those that were. The caller holds the lock."""
+        if self._latest.values is not None:
+            if self._other is None:
+                self._other = self._make()
+                for mine, its in zip(self._other.arguments, self._latest.arguments):
+                    mine.share_maps(its)
+            self._latest, self._other = self._other, self._latest
+        buffers = self._latest
+        if values != buffers.values or numbers != buffers.numbers:
+            self._write(buffers, values, numbers)
+        return buffers
+
+    def _write(self, buffers: Buffers, values: tuple[int, ...], numbers: tuple[float, ...]) -> None:
+        buffers.values = None  # should this fail halfway
         if (values[0] | values[1] | values[2] | values[3]) & 15 or values[4] & 3:
             check_pointers(**dict(zip(TENSORS, values)))
         used = values + self._debug
@@ -204,6 +240,10 @@ class BoundCall:
             check_pointers(**dict(zip(DESCALES, values[len(TENSORS) :])))
         if self._no_keys:
             used = (used[0], used[3], used[3], *used[3:])  # k and v are never read, but TMA descriptors need a valid address
-        for arguments in self._arguments:
+        for arguments in buffers.arguments:
             arguments.write(used, numbers)
-        self._values, self._numbers = values, numbers
+        buffers.values, buffers.numbers = values, numbers
+
+
+def _buffers(plan: Plan, launch: Launch, functions: tuple[int, ...], names: tuple[str, ...]) -> Buffers:
+    return Buffers([KernelArguments(kernel, bound, names) for kernel, bound in zip(plan.kernels, launch.kernels)], functions)

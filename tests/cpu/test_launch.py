@@ -241,11 +241,14 @@ def test_memory_of_encoded_maps_is_bounded(fake: FakeCuda, torch, monkeypatch: p
     monkeypatch.setattr("fagen.arguments.MAX_ENCODED", 2)
     kernel = make(schedule_plan(), fake)
     a, b, c = ([Tensor(x.copy()) for x in qkv()] for _ in range(3))
-    for tensors in (a, b, a, c, a, b):  # b is the least recently used when c comes
+    for tensors in (a, b, a, c, a, b, c):
         kernel(*tensors)
+    assert fake.calls.count("cuTensorMapEncodeTiled") == 3 * 3
+    kernel(*a)  # in neither set of argument buffers any more, and the least recently looked up when c came
     assert fake.calls.count("cuTensorMapEncodeTiled") == 3 * 4
-    kernel(b[0], a[1], b[2])  # only what moved is looked up
+    kernel(c[0], a[1], c[2])
     assert fake.calls.count("cuTensorMapEncodeTiled") == 3 * 4
+    assert {len(slot._encoded) for call in kernel._bound.values() for slot in call._latest.arguments[0]._maps} == {2}
 
 
 def test_the_number_of_bound_calls_is_bounded(fake: FakeCuda, torch, monkeypatch: pytest.MonkeyPatch) -> None:
