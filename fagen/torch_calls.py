@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 Scales = tuple[Any, Any, Any] | None
 """The DESCALES; None without any."""
 Key = tuple[Any, ...]
+MAX_LESSONS = 8
+"""See `ReadyCall.learn`."""
 
 
 def key_of(q: Any, k: Any, v: Any, out: Any, lse: Any, scales: Scales) -> Key:
@@ -46,8 +48,8 @@ class ReadyCall:
     those of q, k, v, out, lse that one such call was given."""
 
     __slots__ = (
-        "bound", "current_stream", "device", "empty", "empty_elsewhere", "lse_shape", "lse_sink", "lse_strides", "lse_type", "matches",
-        "number", "out_shape", "out_strides", "out_type",
+        "_lessons", "_torch", "bound", "current_stream", "device", "empty", "empty_elsewhere", "lse_shape", "lse_sink", "lse_strides",
+        "lse_type", "matches", "number", "out_shape", "out_strides", "out_type",
     )  # fmt: skip
 
     def __init__(self, torch: Any, bound: BoundCall, number: Callable[[str, Any], float], tensors: tuple[Any, ...]):
@@ -59,10 +61,18 @@ class ReadyCall:
         self.empty = strided_allocator(torch)
         """On torch's current device, which need not be that of the inputs."""
         self.empty_elsewhere = torch.empty
+        self._torch, self._lessons = torch, MAX_LESSONS
         self.matches = matcher(torch, tensors)
-        """Whether tensors are of this kind, cheaper than by their key. A False proves nothing."""
+        """Whether tensors are of this kind, cheaper than by their key. A False proves nothing: it is also one in another mode of torch
+        (inference, autocast) than that in which it was learnt."""
         self.lse_sink = 0
         """Address where an lse that nobody wants is written; 0: none, it is allocated like one that is wanted."""
+
+    def learn(self, tensors: tuple[Any, ...]) -> None:
+        """`matches` shall be True of these, which are of this kind; a few times only, lest modes that alternate cost more than they save."""
+        if self._lessons:
+            self._lessons -= 1
+            self.matches = matcher(self._torch, tensors)
 
 
 class TorchCalls:
@@ -116,7 +126,9 @@ class TorchCalls:
             call = self._calls.get(key_of(q, k, v, out, lse, scales))
         except (AttributeError, TypeError, RuntimeError):
             return None
-        if scales is None and (out is None) == (lse is None):
+        if call is not None and scales is None and (out is None) == (lse is None):
+            if call is self._latest[out is None]:
+                call.learn((q, k, v) if out is None else (q, k, v, out, lse))
             self._latest[out is None] = call
         return call
 

@@ -22,6 +22,7 @@ from fagen import InputError, attend, torch_calls
 from fagen.launch import Kernel
 from fagen.library import load
 from fagen.plan import Plan, assemble
+from fagen.torch_calls import key_of
 from fagen.workspace import SINK_BYTES, sink
 
 BF16 = ml_dtypes.bfloat16
@@ -348,6 +349,41 @@ def test_a_sparse_tensor_is_refused_after_dense_ones(fake: FakeCuda, torch: Any)
     sparse.layout = "sparse_coo"
     with pytest.raises(InputError, match=r"^k: has layout sparse_coo"):
         kernel(q, sparse, v)
+
+
+def test_another_mode_of_torch_is_learnt_but_not_forever(
+    fake: FakeCuda, torch: Any, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another mode torch's comparison is False of the same tensors; the key decides, and the comparison is made anew."""
+    made, mode = [], ["grad"]
+    guards = torch._C._dynamo.guards
+
+    class Moody(guards.TensorGuards):
+        def __init__(self, *tensors: Any, **options: Any):
+            super().__init__(*tensors, **options)
+            self._mode = mode[0]
+            made.append(self)
+
+        def check(self, *tensors: Any) -> bool:
+            return self._mode == mode[0] and super().check(*tensors)
+
+    guards.TensorGuards = Moody
+    kernel, tensors = make(fake), on(arrays := qkv())
+    keys = []
+    monkeypatch.setattr(torch_calls, "key_of", lambda *a: (keys.append(a), key_of(*a))[1])
+    kernel(*tensors)
+    kernel(*tensors)
+    mode[0] = "inference"
+    for _ in range(3):
+        close(way.was_short(lambda: kernel(*tensors)), arrays)
+    assert len(made) == 2
+    count = len(keys)
+    way.was_short(lambda: kernel(*tensors))
+    assert len(keys) == count
+    for i in range(40):
+        mode[0] = ("grad", "inference")[i % 2]
+        close(way.was_short(lambda: kernel(*tensors)), arrays)
+    assert len(made) == 1 + torch_calls.MAX_LESSONS
 
 
 # streams, devices, graphs -----------------------------------------------------------------------------------------------------------
