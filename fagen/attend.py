@@ -63,7 +63,8 @@ def attention(
     (out, lse), lse (batch, heads, seqlen_q) in float32, the natural logarithm. No gradients are recorded.
 
     The first call that needs a kernel compiles it (seconds; from the disk cache milliseconds) and loads it on the device. So to capture
-    calls in a CUDA graph, call once before with the same shapes, types and options. Later calls take what those of a `Kernel` take.
+    calls in a CUDA graph, call once before with the same shapes, types and options. Later calls take what those of a `Kernel` take. Without `return_lse`
+    and `lse`, torch calls write the lse into 4 MiB that are kept on each device for it.
 
     Raises InputError naming the argument, LaunchError where there is no GPU or none that a schedule is for, CompileError where there is
     no compiler and no cached kernel.

@@ -543,6 +543,17 @@ def test_an_unloaded_kernel_is_loaded_again(fake: FakeCuda, torch: Any, compiled
     way.was_long(lambda: kernel(*tensors))
 
 
+def test_another_seed_reaches_the_next_call(fake: FakeCuda, torch: Any) -> None:
+    plan = assemble(*load("fa3", head_dim=64), debug=True)
+    kernel, tensors = Kernel(plan, "", b"", None), on(qkv())
+    seen = seen_struct(fake, plan)
+    for seed in (3, 4, 3):
+        kernel.seed = seed
+        kernel(*tensors)
+        kernel(*tensors)
+    assert [s["seed"] for s in seen] == [3, 3, 4, 4, 3, 3]
+
+
 def test_what_is_remembered_is_bounded_and_stays_right(
     fake: FakeCuda, torch: Any, compiled: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

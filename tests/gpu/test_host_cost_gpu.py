@@ -97,6 +97,7 @@ def parts(torch: Any, kernel: Any, tensors: tuple[Any, ...]) -> Calls:
     ((launch, arguments),) = zip(bound._latest.launches, bound._latest.arguments)
     config, function, params, _ = launch.queue.args
     by_ctypes = ctypes.CFUNCTYPE(ctypes.c_int)(int(driver.api().cuGetProcAddress(b"cuLaunchKernelEx", 12000, 0)[1]))
+    of = config.gridDimX, 1, 1, config.blockDimX, 1, 1, config.sharedMemBytes, config.hStream
     pointers = (ctypes.c_void_p(int(config.getPtr())), ctypes.c_void_p(int(function)), ctypes.c_void_p(params), None)
     made = {
         "a Python call of nothing": lambda: None,
@@ -114,6 +115,7 @@ def parts(torch: Any, kernel: Any, tensors: tuple[Any, ...]) -> Calls:
         "  context": lambda: bound._get_current(),
         "  cuLaunchKernelEx": launch.queue,
         "  (cuLaunchKernelEx through ctypes instead)": lambda: by_ctypes(*pointers),
+        "  (cuLaunchKernel instead)": lambda: driver.api().cuLaunchKernel(function, *of, params, 0),
         "  arguments": lambda: arguments.write(values, (1.0, 1.0, 1.0)),
     }
     if bound._pool is not None:
