@@ -1,9 +1,10 @@
 """`fagen.attention`: the call that picks its own schedule.
 
 A call with torch tensors of a kind met before goes the short way of `torch_calls`, as a kernel's own calls do. Others look up a kernel
-by their shapes and types; if that is not found either, the arguments are described and checked in full, `tuned.choose` picks the
-schedule, and the kernel of that (attention, schedule) is compiled through the disk cache or taken from memory. Kernels stay in memory until the process ends, one for each (attention, schedule) met, since a CUDA graph may
-have captured any of them; only `scale` lets their number grow. Their workspaces do not add up: kernels share them, one per stream.
+by their shapes and types; if there is none, the arguments are described and checked in full, `tuned.choose` picks the schedule, and the
+kernel of that (attention, schedule) is compiled through the disk cache or taken from memory. Kernels stay in memory until the process
+ends, one for each (attention, schedule) met, since a CUDA graph may have captured any of them; only `scale` lets their number grow.
+Their workspaces do not add up: kernels share them, one per stream.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ def attention(
     (out, lse), lse (batch, heads, seqlen_q) in float32, the natural logarithm. No gradients are recorded.
 
     The first call that needs a kernel compiles it (seconds; from the disk cache milliseconds) and loads it on the device. So to capture
-    calls in a CUDA graph, call once before with the same shapes, types and options. Later calls take what those of a `Kernel` take. Without `return_lse`
-    and `lse`, torch calls write the lse into 4 MiB that are kept on each device for it.
+    calls in a CUDA graph, call once before with the same shapes, types and options. Later calls take what those of a `Kernel` take, and
+    of torch tensors without `return_lse` and `lse` they allocate `out` alone: 4 MiB are kept on each device for the lse.
 
     Raises InputError naming the argument, LaunchError where there is no GPU or none that a schedule is for, CompileError where there is
     no compiler and no cached kernel.
@@ -72,9 +73,8 @@ def attention(
     scales = None
     if q_descale is not None or k_descale is not None or v_descale is not None:
         scales = (q_descale, k_descale, v_descale)
-    plain = (causal is True or causal is False) and (
-        scale is None or type(scale) is float
-    )  # 1 and True are one key, but not one call
+    usual = causal is True or causal is False  # 1 and True are one key, but not one call
+    plain = usual and (scale is None or type(scale) is float)
     if plain:
         calls = _torch_calls.get((causal, scale))
         done = None if calls is None else calls.run(q, k, v, out, lse, stream, scales, return_lse)
