@@ -12,13 +12,14 @@ import struct
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
 from operator import itemgetter
 
 from . import driver
 from .errors import InputError, InternalError
 from .interop.arrays import check_pointers, output_shapes
 from .plan.kernel import DESCALES, KernelLaunch, KernelPlan, Launch, Plan, TensorMap
-from .workspace import Request, Workspaces
+from .workspace import Request, Use, Workspaces
 
 TENSORS = ("q", "k", "v", "out", "lse")
 MAX_ENCODED = 256
@@ -55,6 +56,10 @@ class MapSlot:
             self._encoded.move_to_end(address)
         self._memory[:] = encoded
         self.address = address
+
+    def share(self, other: MapSlot) -> None:
+        """Take over the encoded maps of another place for the same map, from here on in common."""
+        self._encoded = other._encoded
 
     def _encode(self, address: int) -> bytes:
         try:
@@ -100,6 +105,11 @@ class KernelArguments:
             if p.ctype == "f32"
         ]
 
+    def share_maps(self, other: KernelArguments) -> None:
+        """Keep encoded tensor maps in common with another buffer for the same kernel and sizes."""
+        for mine, its in zip(self._maps, other._maps):
+            mine.share(its)
+
     def write(self, values: tuple[int, ...], numbers: tuple[float, ...] = ONES) -> None:
         """The pointers, the tensor maps of tensors that moved since the last time, and DESCALES given as other numbers than then."""
         for slot in self._maps:
@@ -119,11 +129,29 @@ def picker(indices: list[int]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
     return lambda values: tuple(values[i] for i in indices)
 
 
+class Buffers:
+    """Argument buffers of all kernels of a plan, the launches that read them, and what they hold."""
+
+    __slots__ = ("arguments", "launches", "numbers", "stream", "values")
+
+    def __init__(self, arguments: list[KernelArguments], functions: tuple[int, ...]):
+        self.arguments = arguments
+        self.launches = [driver.KernelLaunch(f, a.grid, a.block, a.smem_bytes, a.params) for f, a in zip(functions, arguments)]
+        self.stream = -1
+        """Of the launches; -1: of none yet."""
+        self.values: tuple[int, ...] | None = None
+        """The addresses that the buffers hold; None: not all of any."""
+        self.numbers = ONES
+
+
 class BoundCall:
     """A plan bound to sizes and strides on one device; `run` launches it for given addresses. Safe to use from many threads.
 
     `functions`: handles of the plan's kernels, in order. `pool`: None if the plan has no workspace. `debug`: device address of the
     debug record, 0 without one. `user`: the kernel's number in the pool.
+
+    There are two sets of argument buffers, used in turn: a loop that keeps its last output while it allocates the next one alternates
+    between two addresses, and then nothing needs to be written.
     """
 
     def __init__(
@@ -138,18 +166,25 @@ class BoundCall:
     ):
         self.device = device
         self.launch = launch
+        self.retired = False
+        """Whether the kernel forgot it, since its module may be gone: not to be run any more."""
         self.out_shape, self.lse_shape = output_shapes(plan.attention, launch.problem).values()
+        self.out_dtype = plan.attention.output_dtype
         self._context = driver.primary_context(device)
-        self._pool, self._user = pool, user
-        self._requests: tuple[Request, ...] = tuple(w for w in launch.workspaces if w[0] != "debug")
+        self._context_object = driver.api().CUcontext(self._context)
+        self._get_current = driver.api().cuCtxGetCurrent
+        requests: tuple[Request, ...] = tuple(w for w in launch.workspaces if w[0] != "debug")
+        self._pool, self._use = pool, Use(user, requests)
         self._debug = (debug,) if debug else ()
         self._no_keys = launch.problem.sk == 0
         self._scaled = plan.attention.dtype == "e4m3"
         scales = DESCALES if self._scaled else ()
-        names = TENSORS + scales + tuple(w[0] for w in self._requests) + (("debug",) if debug else ())
-        arguments = [KernelArguments(kernel, bound, names) for kernel, bound in zip(plan.kernels, launch.kernels)]
-        self._kernels = list(zip(functions, arguments))
-        self._lock = threading.Lock()  # the argument buffers are shared by all callers
+        names = TENSORS + scales + tuple(w[0] for w in requests) + (("debug",) if debug else ())
+        self._make = partial(_buffers, plan, launch, functions, names)
+        self._latest = self._make()
+        self._other: Buffers | None = None
+        """Made when first needed."""
+        self._lock = threading.Lock() if pool is None else pool.lock  # all callers share the argument buffers
 
     def run(
         self, addresses: tuple[int, ...], stream: int, scales: tuple[int, ...] = (0, 0, 0), numbers: tuple[float, ...] = ONES
@@ -159,33 +194,56 @@ class BoundCall:
 
         InputError: an address is misaligned, or the driver cannot describe a tensor to TMA.
         """
-        q, k, v, out, lse = addresses
-        if (q | k | v | out) & 15 or lse & 3:
-            check_pointers(q=q, k=k, v=v, out=out, lse=lse)
-        if self._no_keys:
-            addresses = (q, out, out, out, lse)  # k and v are never read, but TMA descriptors need a valid address
         if self._scaled:
-            check_pointers(**dict(zip(DESCALES, scales)))
             addresses += scales
-        if driver.current_context() == self._context:
-            self._run(addresses, numbers, stream)
-            return
-        driver.push_context(self._context)
+        elsewhere = self._get_current()[1] != self._context_object  # also after an error, which the next call then raises
+        if elsewhere:
+            driver.push_context(self._context)
         try:
-            self._run(addresses, numbers, stream)
+            with self._lock:
+                if self._pool is not None:
+                    addresses += self._pool.pointers(self._use, stream)
+                buffers = self._latest
+                if addresses != buffers.values or numbers != buffers.numbers:
+                    buffers = self._filled(addresses, numbers)
+                if stream != buffers.stream:
+                    for launch in buffers.launches:
+                        launch.set_stream(stream)
+                    buffers.stream = stream
+                for launch in buffers.launches:
+                    (status,) = launch.queue()
+                    if status != 0:
+                        raise launch.failure(status)
         finally:
-            driver.pop_context()
+            if elsewhere:
+                driver.pop_context()
 
-    def _run(self, values: tuple[int, ...], numbers: tuple[float, ...], stream: int) -> None:
-        if self._pool is None:
-            self._launch(values, numbers, stream)
-            return
-        with self._pool.lock:
-            self._launch(values + self._pool.pointers(self._requests, stream, self._user), numbers, stream)
+    def _filled(self, values: tuple[int, ...], numbers: tuple[float, ...]) -> Buffers:
+        """Buffers that hold these, from now on the latest: not those that were. The caller holds the lock."""
+        if self._latest.values is not None:
+            if self._other is None:
+                self._other = self._make()
+                for mine, its in zip(self._other.arguments, self._latest.arguments):
+                    mine.share_maps(its)
+            self._latest, self._other = self._other, self._latest
+        buffers = self._latest
+        if values != buffers.values or numbers != buffers.numbers:
+            self._write(buffers, values, numbers)
+        return buffers
 
-    def _launch(self, values: tuple[int, ...], numbers: tuple[float, ...], stream: int) -> None:
-        values += self._debug
-        with self._lock:
-            for function, a in self._kernels:
-                a.write(values, numbers)
-                driver.launch(function, a.grid, a.block, a.smem_bytes, stream, a.params)
+    def _write(self, buffers: Buffers, values: tuple[int, ...], numbers: tuple[float, ...]) -> None:
+        buffers.values = None  # should this fail halfway
+        if (values[0] | values[1] | values[2] | values[3]) & 15 or values[4] & 3:
+            check_pointers(**dict(zip(TENSORS, values)))
+        used = values + self._debug
+        if self._scaled:
+            check_pointers(**dict(zip(DESCALES, values[len(TENSORS) :])))
+        if self._no_keys:
+            used = (used[0], used[3], used[3], *used[3:])  # k and v are never read, but TMA descriptors need a valid address
+        for arguments in buffers.arguments:
+            arguments.write(used, numbers)
+        buffers.values, buffers.numbers = values, numbers
+
+
+def _buffers(plan: Plan, launch: Launch, functions: tuple[int, ...], names: tuple[str, ...]) -> Buffers:
+    return Buffers([KernelArguments(kernel, bound, names) for kernel, bound in zip(plan.kernels, launch.kernels)], functions)

@@ -1,9 +1,10 @@
 """`fagen.attention`: the call that picks its own schedule.
 
-Two look-ups before the kernel's own: the call's shapes and types lead to a kernel, once found; else the arguments are described and
-checked in full, `tuned.choose` picks the schedule, and the kernel of that (attention, schedule) is compiled through the disk cache or
-taken from memory. Kernels stay in memory until the process ends, one for each (attention, schedule) met, since a CUDA graph may
-have captured any of them; only `scale` lets their number grow. Their workspaces do not add up: kernels share them, one per stream.
+A call with torch tensors of a kind met before goes the short way of `torch_calls`, as a kernel's own calls do. Others look up a kernel
+by their shapes and types; if there is none, the arguments are described and checked in full, `tuned.choose` picks the schedule, and the
+kernel of that (attention, schedule) is compiled through the disk cache or taken from memory. Kernels stay in memory until the process
+ends, one for each (attention, schedule) met, since a CUDA graph may have captured any of them; only `scale` lets their number grow.
+Their workspaces do not add up: kernels share them, one per stream.
 """
 
 from __future__ import annotations
@@ -22,10 +23,16 @@ from .interop import Array, check, framework_of, stream_handle
 from .launch import Kernel
 from .plan.rules import HEAD_DIMS, SCALES
 from .schedule import Schedule
+from .torch_calls import Key, TorchCalls, key_of
+from .workspace import SINK_BYTES, sink
 
 MAX_CALLS = 4096
 """Kinds of call (shapes, types, device, options) that lead straight to their kernel; then the oldest go."""
 
+MAX_TORCH_CALLS = 512
+"""Kinds of call with torch tensors, for each (causal, scale), that are launched straight away; then the oldest go."""
+
+_torch_calls: dict[tuple[bool, float | None], TorchCalls] = {}
 _calls: dict[Hashable, Kernel] = {}
 _kernels: dict[tuple[Attention, Schedule], Kernel] = {}
 _setup = threading.Lock()
@@ -57,12 +64,45 @@ def attention(
     (out, lse), lse (batch, heads, seqlen_q) in float32, the natural logarithm. No gradients are recorded.
 
     The first call that needs a kernel compiles it (seconds; from the disk cache milliseconds) and loads it on the device. So to capture
-    calls in a CUDA graph, call once before with the same shapes, types and options. Later calls take what `Kernel` takes and about a
-    microsecond more.
+    calls in a CUDA graph, call once before with the same shapes, types and options. Later calls take what those of a `Kernel` take, and
+    of torch tensors without `return_lse` and `lse` they allocate `out` alone: 4 MiB are kept on each device for the lse.
 
     Raises InputError naming the argument, LaunchError where there is no GPU or none that a schedule is for, CompileError where there is
     no compiler and no cached kernel.
     """
+    scales = None
+    if q_descale is not None or k_descale is not None or v_descale is not None:
+        scales = (q_descale, k_descale, v_descale)
+    usual = causal is True or causal is False  # 1 and True are one key, but not one call
+    plain = usual and (scale is None or type(scale) is float)
+    if plain:
+        calls = _torch_calls.get((causal, scale))
+        done = None if calls is None else calls.run(q, k, v, out, lse, stream, scales, return_lse)
+        if done is not None:
+            return done if return_lse else done[0]
+    kernel = _found(q, k, v, causal, scale, out, lse, stream)
+    result = kernel(q, k, v, out, lse, stream, *(scales or ()))
+    torch = sys.modules.get("torch")
+    if plain and torch is not None and isinstance(q, torch.Tensor):
+        _remember_torch(kernel, (causal, scale), key_of(q, k, v, out, lse, scales), stream)
+    return result if return_lse else result[0]
+
+
+def _remember_torch(kernel: Kernel, options: tuple[bool, float | None], key: Key, stream: Any) -> None:
+    """Let calls like the one that the kernel just had go straight to it."""
+    ready = kernel.ready_call(key)
+    if ready is None:  # nothing was launched
+        return
+    if 4 * math.prod(ready.lse_shape) <= SINK_BYTES:
+        ready.lse_sink = sink(ready.device, ready.current_stream(ready.device) if stream is None else stream_handle(stream))
+        if not ready.lse_sink:
+            return  # captured: the next call may be outside
+    with _setup:
+        _torch_calls.setdefault(options, TorchCalls(MAX_TORCH_CALLS)).remember(key, ready)
+
+
+def _found(q: Any, k: Any, v: Any, causal: bool, scale: Any, out: Any, lse: Any, stream: Any) -> Kernel:
+    """The kernel for a call: one looked up by its shapes and types, else by all of it."""
     torch = sys.modules.get("torch")
     kernel = key = None
     try:
@@ -71,10 +111,7 @@ def attention(
         kernel = _calls.get(key)
     except (AttributeError, TypeError):  # an exporter of DLPack and no more, or what is no tensor: described below
         key = None
-    if kernel is None:
-        kernel = _kernel(q, k, v, causal, scale, out, lse, stream, key)
-    result = kernel(q, k, v, out, lse, stream, q_descale, k_descale, v_descale)
-    return result if return_lse else result[0]
+    return _kernel(q, k, v, causal, scale, out, lse, stream, key) if kernel is None else kernel
 
 
 def _device(q: Any) -> int:

@@ -2,8 +2,9 @@
 
 Two levels of caching keep a repeated call short (a few microseconds on the host). Everything that depends on shapes and strides
 is a `BoundCall`, made once: the `Launch`, the argument buffers, the tensor-map encoders. Inside it the encoded tensor maps are kept
-by address. A repeated call reads the shapes, allocates the outputs, writes the pointers and launches: no allocation of its own, no
-module load and no synchronisation, so it can be captured in a CUDA graph on any stream once a first call warmed it up.
+by address. In front of it `TorchCalls` leads from what torch tensors say of themselves to their `BoundCall`. A repeated call reads the
+shapes, allocates the outputs, writes the pointers that changed and launches: no allocation of its own, no module load and no
+synchronisation, so it can be captured in a CUDA graph on any stream once a first call warmed it up.
 """
 
 from __future__ import annotations
@@ -17,9 +18,8 @@ from . import descales, driver
 from .arguments import ONES, TENSORS, BoundCall
 from .errors import InputError, InternalError, LaunchError
 from .interop import Array, check, framework_of, output_shapes, stream_handle
-from .interop.arrays import FRAMEWORK_NAMES
-from .interop.pytorch import raw_stream
 from .plan.kernel import DESCALES, Launch, Plan, Problem
+from .torch_calls import Key, ReadyCall, Scales, TorchCalls, key_of
 from .workspace import new_user, workspaces
 
 MAX_BOUND_CALLS = 512
@@ -67,9 +67,7 @@ class Kernel:
         self._loaded: dict[int, tuple[int, tuple[int, ...]]] = {}  # device → module, functions in the plan's order
         self._debug: dict[int, tuple[int, int, int]] = {}  # device → host address, device address, bytes
         self._bound: dict[Any, BoundCall] = {}
-        self._torch_calls: dict[Any, BoundCall] = {}
-        self._torch_stream: Any = None
-        self._torch_out_dtype: Any = None
+        self._torch_calls = TorchCalls(MAX_BOUND_CALLS)
 
     def __repr__(self) -> str:
         return f"<fagen.Kernel {self.plan.id} {self.plan.attention.label} {self.plan.target.arch}>"
@@ -89,56 +87,15 @@ class Kernel:
         scales = None
         if q_descale is not None or k_descale is not None or v_descale is not None:
             scales = (q_descale, k_descale, v_descale)
-            descales.refuse_unless_8_bit(self.plan.attention, dict(zip(DESCALES, scales)))
-        torch = sys.modules.get("torch")
-        if torch is None or not isinstance(q, torch.Tensor):
-            return self._call_any(q, k, v, out, lse, stream, scales)
-        try:
-            key = (
-                (
-                    q.shape,
-                    q.stride(),
-                    q.dtype,
-                    q.device,
-                    k.shape,
-                    k.stride(),
-                    k.dtype,
-                    k.device,
-                    v.shape,
-                    v.stride(),
-                    v.dtype,
-                    v.device,
-                ),
-                None if out is None else (out.shape, out.stride(), out.dtype, out.device),
-                None if lse is None else (lse.shape, lse.stride(), lse.dtype, lse.device),
-                scales and tuple((x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else None for x in scales),
-            )
-            bound = self._torch_calls.get(key)
-        except (AttributeError, TypeError, RuntimeError):  # not all torch tensors, or one without strides
-            return self._call_any(q, k, v, out, lse, stream, scales)
-        if bound is None:  # the first call of its kind checks everything
-            return self._call_any(q, k, v, out, lse, stream, scales, key)
-        if out is None:
-            out = torch.empty(bound.out_shape, dtype=self._torch_out_dtype, device=q.device)
-        if lse is None:
-            lse = torch.empty(bound.lse_shape, dtype=torch.float32, device=q.device)
-        handle = self._torch_stream(bound.device) if stream is None else stream_handle(stream)
-        addresses = (q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), lse.data_ptr())
-        if scales is None:
-            bound.run(addresses, handle)
-        else:
-            arrays = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else 0 for x in scales)
-            bound.run(addresses, handle, arrays, tuple(1.0 if a else _number(n, x) for n, x, a in zip(DESCALES, scales, arrays)))
-        return out, lse
+        return self._torch_calls.run(q, k, v, out, lse, stream, scales) or self._call_any(q, k, v, out, lse, stream, scales)
 
     # the whole path, for a first call and for every library but torch --------------------------------------------------
 
-    def _call_any(
-        self, q: Any, k: Any, v: Any, out: Any, lse: Any, stream: Any, scales: tuple[Any, ...] | None, torch_key: Any = None
-    ) -> tuple[Any, Any]:
+    def _call_any(self, q: Any, k: Any, v: Any, out: Any, lse: Any, stream: Any, scales: Scales) -> tuple[Any, Any]:
         given = {n: t for n, t in (("q", q), ("k", k), ("v", v), ("out", out), ("lse", lse)) if n in "qkv" or t is not None}
         numbers = ONES
         if scales is not None:
+            descales.refuse_unless_8_bit(self.plan.attention, dict(zip(DESCALES, scales)))
             found = {n: 1.0 if x is None else descales.as_number(n, x) for n, x in zip(DESCALES, scales)}
             given |= {n: x for n, x in zip(DESCALES, scales) if found[n] is None}
             numbers = tuple(1.0 if x is None else x for x in found.values())
@@ -178,8 +135,10 @@ class Kernel:
                 scale_pointers = tuple(arrays[n].ptr if n in arrays else 0 for n in DESCALES)
                 bound.run(tuple(arrays[n].ptr for n in TENSORS), handle, scale_pointers, numbers)
                 framework.finish(handle)
-                if torch_key is not None:
-                    self._remember_torch(torch_key, bound)
+                if framework.name == "torch":
+                    tensors = tuple(t for t in (q, k, v, out, lse) if t is not None)
+                    ready = ReadyCall(sys.modules["torch"], bound, _number, tensors)
+                    self._torch_calls.remember(key_of(q, k, v, out, lse, scales), ready)
         return given["out"], given["lse"]
 
     def _call_numpy(self, given: dict[str, Any], numbers: tuple[float, ...], stream: int | None) -> tuple[Any, Any]:
@@ -227,12 +186,9 @@ class Kernel:
 
     # what is made once -------------------------------------------------------------------------------------------------
 
-    def _remember_torch(self, key: Any, bound: BoundCall) -> None:
-        torch = sys.modules["torch"]
-        self._torch_stream = raw_stream(torch)
-        self._torch_out_dtype = getattr(torch, FRAMEWORK_NAMES[self.plan.attention.output_dtype])
-        with self._setup:
-            _bounded_insert(self._torch_calls, key, bound)
+    def ready_call(self, key: Key) -> ReadyCall | None:
+        """What is remembered of the calls of a kind with torch tensors (see `torch_calls.key_of`); None before the first one."""
+        return self._torch_calls.get(key)
 
     def _bind(
         self, device: int, problem: Problem, strides: Strides, scale_strides: dict[str, tuple[int, int]], stream: int
@@ -249,7 +205,9 @@ class Kernel:
                 bound = BoundCall(
                     self.plan, launch, device, functions, workspaces(device) if needs_pool else None, debug, self._user
                 )
-                _bounded_insert(self._bound, key, bound)
+                while len(self._bound) >= MAX_BOUND_CALLS:
+                    self._bound.pop(next(iter(self._bound))).retired = True
+                self._bound[key] = bound
         return bound
 
     def _load(self, device: int, stream: int) -> tuple[int, ...]:
@@ -334,7 +292,8 @@ class Kernel:
         return address
 
     def _forget_bound(self) -> None:
-        self._bound.clear()
+        while self._bound:
+            self._bound.popitem()[1].retired = True
         self._torch_calls.clear()
 
 
@@ -349,9 +308,3 @@ def _number(name: str, value: Any) -> float:
 def _scale_strides(arrays: dict[str, Array]) -> dict[str, tuple[int, int]]:
     """Of the descales that are arrays, in elements."""
     return {n: (arrays[n].strides[0], arrays[n].strides[1]) for n in DESCALES if n in arrays}
-
-
-def _bounded_insert(calls: dict[Any, BoundCall], key: Any, bound: BoundCall) -> None:
-    while len(calls) >= MAX_BOUND_CALLS:
-        calls.pop(next(iter(calls)), None)
-    calls[key] = bound

@@ -26,8 +26,11 @@ from .errors import LaunchError
 SLOT_BYTES = 64
 SLOTS = 16384  # 1 MiB a device: enough for some ten thousand captured graphs
 
+SINK_BYTES = 4 << 20
+"""Of the place for an lse that nobody wants: a million rows, whose kernel takes so long that the host's time does not matter."""
+
 MAX_READY = 4096
-"""Kinds of launch (owner, user, sizes) whose addresses are remembered; then all are looked up anew."""
+"""Kinds of launch (owner, use) whose addresses are remembered; then all are looked up anew."""
 
 new_user = count(1).__next__
 """A number for a kernel, by which `release` knows its workspaces; never given twice, as an id() may be."""
@@ -37,6 +40,15 @@ Request = tuple[str, int, bool]
 """Name, bytes, and whether it must be 0 (the kernel leaves it 0 for the next one)."""
 
 
+class Use:
+    """What the launches of a bound call of a kernel (`user`) ask for. Equal to itself only, which makes it a cheap key."""
+
+    __slots__ = ("requests", "user")
+
+    def __init__(self, user: int, requests: tuple[Request, ...]):
+        self.user, self.requests = user, requests
+
+
 class Workspaces:
     """The workspaces of all kernels on one device. Needs the device's context to be current when made and when asked."""
 
@@ -44,30 +56,39 @@ class Workspaces:
         self._device = device
         self.lock = threading.RLock()
         """Held from `pointers` until the launch is queued: else a buffer could be freed, or used by another kernel, in between."""
-        self._ready: dict[tuple[Owner, int, tuple[Request, ...]], tuple[int, ...]] = {}
+        self._ready: dict[tuple[Owner, Use], tuple[int, ...]] = {}
         self._owners: dict[int, set[Owner]] = {}  # by user
         self._slots: dict[tuple[Owner, str, bool], int] = {}
         self._buffers: dict[tuple[Owner, str, bool], tuple[int, int]] = {}
+        self._capture_status = driver.api().cuStreamIsCapturing
         pool = self._allocate(SLOT_BYTES * SLOTS, zeroed=True)
         self._free_slots = [pool + SLOT_BYTES * i for i in reversed(range(SLOTS))]
 
-    def pointers(self, requests: tuple[Request, ...], stream: int, user: int) -> tuple[int, ...]:
-        """Device addresses, in order, for a launch of the user on the stream. Only the owner's first call costs more than a look-up.
-        The caller holds `lock`.
+    def pointers(self, use: Use, stream: int) -> tuple[int, ...]:
+        """Device addresses, in the order of the requests, for a launch on the stream. Only the owner's first call costs more than a
+        look-up. The caller holds `lock`.
 
         LaunchError: the pool is exhausted, or a large workspace is missing inside a capture.
         """
+        status, capturing = self._capture_status(stream)
+        if not status and not capturing:
+            found = self._ready.get((stream, use))
+            if found is not None:
+                return found
+        return self._look_up(use, stream)
+
+    def _look_up(self, use: Use, stream: int) -> tuple[int, ...]:
         capture = driver.capture_id(stream) if driver.is_capturing(stream) else 0
         owner: Owner = (stream, -capture) if capture else stream  # negative: never equal to a thread's number below
         if stream == driver.PER_THREAD_STREAM and not capture:
             owner = (stream, threading.get_ident())
-        found = self._ready.get((owner, user, requests))
+        found = self._ready.get((owner, use))
         if found is None:
-            self._owners.setdefault(user, set()).add(owner)
-            found = tuple(self._provide(owner, stream, bool(capture), r) for r in requests)
+            self._owners.setdefault(use.user, set()).add(owner)
+            found = tuple(self._provide(owner, stream, bool(capture), r) for r in use.requests)
             if len(self._ready) >= MAX_READY:
                 self._ready.clear()
-            self._ready[owner, user, requests] = found
+            self._ready[owner, use] = found
         return found
 
     def release(self, user: int) -> None:
@@ -134,3 +155,19 @@ def workspaces(device: int) -> Workspaces:
     """Those of a device. The first call allocates, so it must not happen while a CUDA graph is captured."""
     with driver.use_device(device):
         return Workspaces(device)
+
+
+_sinks: dict[int, int] = {}
+_sinks_lock = threading.Lock()
+
+
+def sink(device: int, stream: int) -> int:
+    """Address of SINK_BYTES on a device that every launch may write and nothing ever reads, so that all of them share it, on any stream
+    and in any graph. Allocated once and kept; 0 if it is not there yet and `stream` captures, which forbids to allocate."""
+    with _sinks_lock:
+        if device not in _sinks:
+            with driver.use_device(device):
+                if driver.is_capturing(stream):
+                    return 0
+                _sinks[device] = driver.mem_alloc(SINK_BYTES)
+        return _sinks[device]

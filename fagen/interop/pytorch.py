@@ -49,3 +49,28 @@ def raw_stream(torch: Any) -> Callable[[int], int]:
     if fast is not None:
         return fast  # type: ignore[no-any-return]
     return lambda device: int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def strided_allocator(torch: Any) -> Callable[[tuple[int, ...], tuple[int, ...], Any], Any]:
+    """A function: shape, strides, dtype → a new tensor on torch's current CUDA device."""
+    fast = _guard(torch, "_empty_strided_cuda")  # what torch's own code generators call; skips the dispatcher
+    if fast is not None:
+        return fast  # type: ignore[no-any-return]
+    return lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+def matcher(torch: Any, tensors: tuple[Any, ...]) -> Callable[..., bool]:
+    """A function that is True only of as many tensors of the same types, shapes, strides, dtypes, devices and layouts. It may be False
+    of such tensors too, and is always without torch's own check of many tensors in one call."""
+    guards = _guard(torch, "TensorGuards")
+    if guards is None:
+        return _never
+    return guards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check  # type: ignore[no-any-return]
+
+
+def _never(*tensors: Any) -> bool:
+    return False
+
+
+def _guard(torch: Any, name: str) -> Any:
+    return getattr(getattr(getattr(torch._C, "_dynamo", None), "guards", None), name, None)

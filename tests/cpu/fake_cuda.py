@@ -20,6 +20,7 @@ import numpy as np
 from cuda.bindings import driver as real
 
 from fagen import driver, workspace
+from fagen.interop.arrays import contiguous_strides
 from fagen.oracle.numeric import DTYPES
 from fagen.plan import KernelPlan, Plan
 
@@ -77,7 +78,7 @@ class FakeCuda:
     do_cuDeviceGetName = staticmethod(lambda self, n, d: (OK, b"Fake GPU\0\0"))
     do_cuDeviceTotalMem = staticmethod(lambda self, d: (OK, 1 << 30))
     do_cuDevicePrimaryCtxRetain = staticmethod(lambda self, d: (OK, 0xC0 + d))
-    do_cuCtxGetCurrent = staticmethod(lambda self: (OK, self.contexts[-1] if self.contexts else 0))
+    do_cuCtxGetCurrent = staticmethod(lambda self: (OK, real.CUcontext(self.contexts[-1] if self.contexts else 0)))
     do_cuCtxGetDevice = staticmethod(lambda self: (OK, self.contexts[-1] - 0xC0))
     do_cuCtxPushCurrent = staticmethod(lambda self, c: (self.contexts.append(c), (OK,))[1])
     do_cuCtxPopCurrent = staticmethod(lambda self: (OK, self.contexts.pop()))
@@ -133,11 +134,13 @@ class FakeCuda:
         _MAP.pack_into(raw, 0, address, *(int(x) for x in (*dims, *strides, *box, swizzle)))
         return OK, types.SimpleNamespace(getPtr=lambda: ctypes.addressof(raw))
 
-    def do_cuLaunchKernel(
-        self, f: int, gx: int, gy: int, gz: int, bx: int, by: int, bz: int, smem: int, stream: int, params: int, extra: int
-    ) -> Any:
-        assert (gy, gz, by, bz) == (1, 1, 1, 1)
-        self.launches.append(LaunchRecord(f, gx, bx, smem, stream, self.contexts[-1]))
+    def do_cuLaunchKernelEx(self, config: Any, f: Any, params: int, extra: int) -> Any:
+        assert (config.gridDimY, config.gridDimZ, config.blockDimY, config.blockDimZ) == (1, 1, 1, 1)
+        assert config.numAttrs == 0 and extra == 0
+        record = LaunchRecord(
+            int(f), config.gridDimX, config.blockDimX, config.sharedMemBytes, int(config.hStream), self.contexts[-1]
+        )
+        self.launches.append(record)
         if self.kernel is not None:
             self.kernel(params)
         return (OK,)
@@ -152,6 +155,7 @@ def install(monkeypatch: Any, **settings: Any) -> FakeCuda:
     fresh = _fresh(workspace.workspaces)
     monkeypatch.setattr(workspace, "workspaces", fresh)
     monkeypatch.setattr("fagen.launch.workspaces", fresh)
+    monkeypatch.setattr(workspace, "_sinks", {})
     return fake
 
 
@@ -269,8 +273,28 @@ class Tensor:
     def data_ptr(self) -> int:
         return int(self.array.ctypes.data) if self.array.size else 0
 
+    def is_contiguous(self) -> bool:
+        """As torch's: the strides of dimensions with one element do not matter, nor those of a tensor without elements."""
+        strides = contiguous_strides(self.shape)
+        return not self.array.size or all(n == 1 or s == c for n, s, c in zip(self.shape, self.stride(), strides))
+
     def get_device(self) -> int:
         return -1 if self.device.index is None else self.device.index
+
+
+class TensorGuards:
+    """As torch's: compares everything but the data, and is False of one tensor given twice."""
+
+    def __init__(self, *tensors: Tensor, dynamic_dims_sizes: None, dynamic_dims_strides: None):
+        self._kinds = [self._kind(t) for t in tensors]
+
+    @staticmethod
+    def _kind(t: Any) -> Any:
+        return (t.shape, t.stride(), t.dtype, t.device, t.layout) if isinstance(t, Tensor) else None
+
+    def check(self, *tensors: Any) -> bool:
+        assert len(tensors) == len(self._kinds)
+        return [self._kind(t) for t in tensors] == self._kinds and len(set(map(id, tensors))) == len(tensors)
 
 
 def fake_torch(monkeypatch: Any, current_stream: int = 0x70) -> Any:
@@ -281,12 +305,19 @@ def fake_torch(monkeypatch: Any, current_stream: int = 0x70) -> Any:
         setattr(torch, name, Dtype(name))
     theirs = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
-    def empty(shape: Any, dtype: Dtype, device: Device) -> Tensor:
+    def empty(shape: Any, dtype: Dtype, device: Device | int) -> Tensor:
         torch.allocated += 1
+        if not isinstance(device, Device):
+            device = Device("cuda", device)
         return Tensor(np.full(shape, np.nan, DTYPES[theirs[dtype.name]]), device)
 
-    torch.empty = empty
-    torch._C = types.SimpleNamespace()
+    def empty_strided_cuda(shape: tuple[int, ...], strides: tuple[int, ...], dtype: Dtype) -> Tensor:
+        assert type(shape) is tuple and strides == contiguous_strides(shape)
+        return empty(shape, dtype, torch.current_device)
+
+    torch.empty, torch.current_device = empty, 0
+    guards = types.SimpleNamespace(_empty_strided_cuda=empty_strided_cuda, TensorGuards=TensorGuards)
+    torch._C = types.SimpleNamespace(_dynamo=types.SimpleNamespace(guards=guards))
     torch.cuda = types.SimpleNamespace(current_stream=lambda device: types.SimpleNamespace(cuda_stream=current_stream + device))
     monkeypatch.setitem(sys.modules, "torch", torch)
     return torch

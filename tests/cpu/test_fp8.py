@@ -307,7 +307,7 @@ def test_numbers_need_no_new_binding_and_do_not_stay(fake: FakeCuda, torch: Any)
     fake.contexts.append(0xC0)
     kernel(*tensors, q_descale=0.125)
     assert not set(fake.calls) & {"cuTensorMapEncodeTiled", "cuMemAlloc", "cuMemcpyHtoDAsync", "cuStreamSynchronize"}
-    assert fake.calls.count("cuLaunchKernel") == 1
+    assert fake.calls.count("cuLaunchKernelEx") == 1
 
 
 def test_what_the_kernel_receives(fake: FakeCuda, torch: Any) -> None:

@@ -229,7 +229,7 @@ def test_jax_results_are_new_arrays_and_complete(kernel: Kernel, fake: FakeCuda,
     np.testing.assert_array_equal(out.array, want)
     mine = driver.own_stream(0)
     assert tensors[1].streams == [mine] and out.streams == [mine] and fake.launches[-1].stream == mine
-    assert fake.calls.index("cuStreamSynchronize") > fake.calls.index("cuLaunchKernel")
+    assert fake.calls.index("cuStreamSynchronize") > fake.calls.index("cuLaunchKernelEx")
     assert chosen == ["cuda:0"] * 2
     with pytest.raises(InputError, match=r"^out: JAX arrays are immutable"):
         kernel(*tensors, out=out, lse=lse)

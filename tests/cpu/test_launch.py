@@ -215,11 +215,11 @@ def test_a_repeated_call_launches_on_the_callers_stream_and_does_nothing_else(fa
     kernel(*tensors, stream=0x99)
     kernel(*tensors, stream=type("Stream", (), {"cuda_stream": 0x98})())
     assert [x.stream for x in fake.launches] == [STREAM, STREAM, 0x99, 0x98]
-    assert set(fake.calls) == {"cuCtxGetCurrent", "cuCtxPushCurrent", "cuLaunchKernel", "cuCtxPopCurrent"}
+    assert set(fake.calls) == {"cuCtxGetCurrent", "cuCtxPushCurrent", "cuLaunchKernelEx", "cuCtxPopCurrent"}
     fake.contexts.append(0xC0)  # torch has made its context current
     fake.calls.clear()
     kernel(*tensors)
-    assert fake.calls == ["cuCtxGetCurrent", "cuLaunchKernel"]
+    assert fake.calls == ["cuCtxGetCurrent", "cuLaunchKernelEx"]
     assert torch.allocated == 2 * 5, "out and lse of each call"
 
 
@@ -241,11 +241,14 @@ def test_memory_of_encoded_maps_is_bounded(fake: FakeCuda, torch, monkeypatch: p
     monkeypatch.setattr("fagen.arguments.MAX_ENCODED", 2)
     kernel = make(schedule_plan(), fake)
     a, b, c = ([Tensor(x.copy()) for x in qkv()] for _ in range(3))
-    for tensors in (a, b, a, c, a, b):  # b is the least recently used when c comes
+    for tensors in (a, b, a, c, a, b, c):
         kernel(*tensors)
+    assert fake.calls.count("cuTensorMapEncodeTiled") == 3 * 3
+    kernel(*a)  # in neither set of argument buffers any more, and the least recently looked up when c came
     assert fake.calls.count("cuTensorMapEncodeTiled") == 3 * 4
-    kernel(b[0], a[1], b[2])  # only what moved is looked up
+    kernel(c[0], a[1], c[2])
     assert fake.calls.count("cuTensorMapEncodeTiled") == 3 * 4
+    assert {len(slot._encoded) for call in kernel._bound.values() for slot in call._latest.arguments[0]._maps} == {2}
 
 
 def test_the_number_of_bound_calls_is_bounded(fake: FakeCuda, torch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -468,7 +471,7 @@ def test_a_first_call_inside_a_capture_is_refused_before_it_touches_the_driver(f
     fake.capturing[STREAM] = 1
     with pytest.raises(LaunchError, match=r"warm up first"):
         kernel(*tensors)
-    assert not {"cuModuleLoadData", "cuMemAlloc", "cuLaunchKernel"} & set(fake.calls)
+    assert not {"cuModuleLoadData", "cuMemAlloc", "cuLaunchKernelEx"} & set(fake.calls)
     fake.capturing.clear()
     kernel(*tensors)
     fake.capturing[0x55] = 2
@@ -489,16 +492,16 @@ def test_a_refused_tensor_map_names_the_tensor_and_its_strides(fake: FakeCuda, t
 
 
 def test_a_failed_launch_names_the_call(fake: FakeCuda, torch) -> None:
-    fake.fail["cuLaunchKernel"] = fake.CUresult.CUDA_ERROR_LAUNCH_FAILED
-    with pytest.raises(driver.DriverError, match=r"cuLaunchKernel failed: CUDA_ERROR_LAUNCH_FAILED \(what the driver says\)"):
+    fake.fail["cuLaunchKernelEx"] = fake.CUresult.CUDA_ERROR_LAUNCH_FAILED
+    with pytest.raises(driver.DriverError, match=r"cuLaunchKernelEx failed: CUDA_ERROR_LAUNCH_FAILED \(what the driver says\)"):
         make(schedule_plan(), fake)(*(Tensor(x) for x in qkv()))
     assert not fake.contexts
 
 
 def test_after_a_failed_numpy_call_the_first_error_is_reported(fake: FakeCuda) -> None:
-    for call in ("cuLaunchKernel", "cuMemFree"):
+    for call in ("cuLaunchKernelEx", "cuMemFree"):
         fake.fail[call] = fake.CUresult.CUDA_ERROR_ILLEGAL_ADDRESS
-    with pytest.raises(driver.DriverError, match=r"cuLaunchKernel"):
+    with pytest.raises(driver.DriverError, match=r"cuLaunchKernelEx"):
         make(schedule_plan(), fake)(*qkv())
     assert not fake.contexts
 
