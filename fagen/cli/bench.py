@@ -92,7 +92,7 @@ def command(
     else:
         result = read_results(from_results)
     if target is not None:
-        _write_file(target, result.to_json() + "\n")
+        write_results(target, result)
     if picture is not None:
         from ..explore.plot import write_plot
 
@@ -183,11 +183,11 @@ def _ready(item: Selected, folder: str | None, scratch: str) -> tuple[str, str]:
     return str(Path(folder or scratch).resolve()), built_name(item)
 
 
-def _write_file(path: Path, text: str) -> None:
-    """Whole or not at all."""
+def write_results(path: Path, result: BenchResult) -> None:
+    """Whole or not at all, for `read_results`."""
     try:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as f:
-            f.write(text)
+            f.write(result.to_json() + "\n")
         os.chmod(f.name, 0o644)
         os.replace(f.name, path)
     except OSError as e:

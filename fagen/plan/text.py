@@ -24,6 +24,7 @@ from .steps import (
     Mma,
     MmaWait,
     NArrive,
+    Opaque,
     RowPass,
     Slot,
     Step,
@@ -118,6 +119,8 @@ def describe(step: Step) -> str:
     if isinstance(step, RowPass):
         what = {"max": step.m, "sum": step.l, "max_sum": f"{step.m} and {step.l}", "exponentials": step.dst}[step.op]
         return f"row pass: {what} ← {step.src}[{step.row}]"
+    if isinstance(step, Opaque):
+        return f"in place of a product: {', '.join((*step.reads, *step.changes))}"
     if isinstance(step, StoreStats):
         return f"share {step.m} and {step.l} with the other warps"
     if isinstance(step, StoreFrag):
