@@ -21,7 +21,7 @@ from typing import Any
 from fagen.cli.bench import check_output
 from fagen.cli.common import Progress, Selected, planned, select
 from fagen.cli.explain import parse_problem
-from fagen.compile import build, write_built
+from fagen.compile import build, load_built, write_built
 from fagen.emit import emit
 from fagen.errors import FagenError
 from fagen.explore.bench_lab import check_device
@@ -92,7 +92,10 @@ def compare(built: str | None, rounds: int, output: Path | None) -> bool:
                 on_case=lambda case: progress.step(str(case.problem)),
                 on_function=lambda case, name: progress.step(name, counts=False),
             )
-    found = [(item.name, binds, measured(plan, problem, result, "now")) for item, plan, problem, binds in todo]
+        found = [
+            (item.name, binds, measured(plan, problem, result, "now", load_built(folder, item.name).report))
+            for item, plan, problem, binds in todo
+        ]
     for name, binds, m in found:
         print(f"{name}: {'as expected' if right(binds, m) else 'NOT as expected'} ({' or '.join(sorted(binds))})")
         print("\n".join(f"  {line}" for line in sentences(m)), end="\n\n")

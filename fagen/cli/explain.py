@@ -30,7 +30,9 @@ if TYPE_CHECKING:
 @click.option("--rounds", type=int, metavar="N", help="With --measure: measurements of each kernel. Default: 10.")
 @click.option("--output", metavar="FILE", help="With --measure: write the times there, as `fagen bench --output` does.")
 @click.option("--from-results", metavar="FILE", help="The times that `fagen bench` or --measure wrote there, on --shape.")
-@click.option("--html", metavar="FILE", help="Also write a page there: all of it as pictures, with the code and the knobs behind it.")
+@click.option(
+    "--html", metavar="FILE", help="Also write a page there: all of it as pictures, with the code and the knobs behind it."
+)
 @common.from_option
 @common.json_option
 def command(
@@ -55,15 +57,19 @@ def command(
     entry that is and why. `fagen build SCHEDULE --removals -o DIR` builds what --measure times, for --from DIR.
     """
     from ..explore.explain import explain
-    from .explain_measure import check_options, time_of
+    from .explain_measure import check_device, check_options, time_of
 
     check_options(measure, rounds, output, from_results, shape, folder)
     page = check_output("--html", html)
     item, about = _chosen(schedule, settings, causal, shape)
     problem = parse_problem(shape) if shape is not None else need.problems_of(item.attention, None, ())[0] if measure else None
     plan = common.planned(item)
-    found = None if problem is None else time_of(item, plan, problem, measure, rounds, output, from_results, folder)
-    report = None if no_compile else common.built(item, folder=folder).report if folder else report_of(plan, item.name)
+    if measure:
+        check_device()
+    report = common.built(item, folder=folder).report if folder else None if no_compile else report_of(plan, item.name)
+    found = None
+    if problem is not None:
+        found = time_of(item, plan, problem, report, measure, rounds, output, from_results, folder)
     answer = explain(plan, report, problem, measured=found)
     if page is not None:
         from ..explore.page import write_page

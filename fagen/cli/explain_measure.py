@@ -12,8 +12,10 @@ from . import needed as need
 from .bench import check_output, read_results, write_results
 
 if TYPE_CHECKING:
+    from ..explore.bench_result import BenchResult
     from ..explore.shares import Measured
     from ..plan import Plan, Problem
+    from ..report import CompileReport
 
 
 def check_options(
@@ -36,6 +38,7 @@ def time_of(
     item: common.Selected,
     plan: Plan,
     problem: Problem,
+    report: CompileReport | None,
     measure: bool,
     rounds: int | None,
     output: str | None,
@@ -46,20 +49,31 @@ def time_of(
     from ..explore.shares import ROUNDS, measured, recorded
 
     if from_results is not None:
-        return measured(plan, problem, read_results(from_results), from_results)
-    return _measure(item, plan, problem, rounds or ROUNDS, output, folder) if measure else recorded(plan, problem)
+        return measured(plan, problem, read_results(from_results), from_results, report)
+    if not measure:
+        return recorded(plan, problem, report)
+    result = _measure(item, plan, problem, rounds or ROUNDS, folder)
+    if output is not None:
+        write_results(Path(output), result)
+    for row in (r for case in result.cases for r in case.rows if r.bad):
+        common.note(f"{row.function}: {row.outcome}: {row.reason}")
+    return measured(plan, problem, result, "now", report)
 
 
-def _measure(
-    item: common.Selected, plan: Plan, problem: Problem, rounds: int, output: str | None, folder: str | None
-) -> Measured:
+def check_device() -> None:
+    """LaunchError in one line where nothing can be measured."""
+    from ..explore import bench_lab
+
+    bench_lab.check_device()
+
+
+def _measure(item: common.Selected, plan: Plan, problem: Problem, rounds: int, folder: str | None) -> BenchResult:
     """Time the kernel and what removals leave of it, in turn, in a watched process."""
     from ..compile import load_built, write_built
-    from ..explore.bench_lab import check_device
     from ..explore.bench_watch import run_watched
-    from ..explore.shares import file_of, measured, removals_for, spec_of, write_removals
+    from ..explore.shares import removals_for, spec_of, write_removals
+    from ..plan.removal import file_of
 
-    check_device()
     names, name = removals_for(plan, problem), common.built_name(item)
     whole = common.built(item, folder=folder)
     with tempfile.TemporaryDirectory(prefix="fagen-explain-") as scratch:
@@ -74,9 +88,4 @@ def _measure(
                 load_built(place, file_of(name, removed), removed)
         spec = spec_of(plan, problem, names, place, name, need.label(item), rounds)
         with common.Progress("measuring", 1) as progress:
-            result = run_watched(spec, on_function=lambda case, function: progress.step(function, counts=False))
-    if output is not None:
-        write_results(Path(output), result)
-    for row in (r for case in result.cases for r in case.rows if r.bad):
-        common.note(f"{row.function}: {row.outcome}: {row.reason}")
-    return measured(plan, problem, result, "now")
+            return run_watched(spec, on_function=lambda case, function: progress.step(function, counts=False))

@@ -9,10 +9,9 @@ from typing import Any
 from ..emit import Source
 from ..errors import InputError
 from ..plan import Plan, Problem
-from ..plan.expr import Expr
 from ..plan.kernel import KernelPlan
-from ..plan.steps import Body, Break, Elected, Forever, If, Loop, bodies
-from ..plan.text import SILENT, describe
+from ..plan.steps import Body, bodies
+from ..plan.text import SILENT, heading
 from ..report import CompileReport
 from .explain import predict, sentence
 from .machine import H200, Device
@@ -42,20 +41,7 @@ def _body_lines(body: Body, depth: int) -> Iterator[str]:
     for step in body:
         if step.kind in SILENT:
             continue
-        if isinstance(step, Loop):
-            down = not isinstance(step.step, Expr) and step.step < 0
-            text = f"for {step.var} = {step.first} {'down to' if down else 'to'} {step.last}"
-        elif isinstance(step, If):
-            text = f"if {step.cond}"
-        elif isinstance(step, Forever):
-            text = "until there is no tile left"
-        elif isinstance(step, Elected):
-            text = "one thread"
-        elif isinstance(step, Break):
-            text = f"stop if {step.cond}"
-        else:
-            text = describe(step)
-        yield f"{'  ' * depth}{text}  [{step.id}]"
+        yield f"{'  ' * depth}{heading(step)}  [{step.id}]"
         for name, inner in bodies(step):
             if name == "orelse" and any(s.kind not in SILENT for s in inner):
                 yield f"{'  ' * depth}else"

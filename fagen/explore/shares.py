@@ -16,6 +16,7 @@ from ..emit import emit
 from ..errors import InputError
 from ..plan import Plan, Problem
 from ..plan.removal import file_of, removable, without
+from ..report import CompileReport
 from .bench import flops
 from .bench_result import BenchResult, BenchSpec, CaseSpec, KernelRef, Row
 from .explain import predict, us
@@ -52,7 +53,7 @@ def spec_of(plan: Plan, problem: Problem, names: tuple[str, ...], directory: str
     return BenchSpec((CaseSpec(plan.attention, problem, (whole, *parts)),), (), rounds, False, 0)
 
 
-def recorded(plan: Plan, problem: Problem, device: Device = H200) -> Measured | None:
+def recorded(plan: Plan, problem: Problem, report: CompileReport | None = None, device: Device = H200) -> Measured | None:
     """The time that the tuned table keeps of the plan on exactly that problem (a median, without interval or removals), if it has one."""
     from .. import tuned
 
@@ -61,7 +62,7 @@ def recorded(plan: Plan, problem: Problem, device: Device = H200) -> Measured | 
         key = (entry.dtype, entry.head_dim, entry.mask, m.problem)
         if key == (a.dtype, a.head_dim, a.mask, str(problem)) and entry.schedule == plan.schedule:
             ms = flops(a, problem) / m.tflops / 1e9
-            cost = predict(plan, problem, device=device)
+            cost = predict(plan, problem, report, device)
             source = f"the tuned table, {m.date}"
             return Measured(source, m.gpu, Interval(ms, ms, ms, 0.0), cost.bound_us, binding_of(cost), (), ())
     return None
@@ -119,15 +120,23 @@ class Measured:
         }
 
 
-def measured(plan: Plan, problem: Problem, result: BenchResult, source: str, device: Device = H200) -> Measured:
-    """What `result` has of the plan on that problem. InputError, naming `source`, where it has no time of it."""
+def measured(
+    plan: Plan,
+    problem: Problem,
+    result: BenchResult,
+    source: str,
+    report: CompileReport | None = None,
+    device: Device = H200,
+) -> Measured:
+    """What `result` has of the plan on that problem. `report`: the plan's, whose registers the model takes for what removals leave, too.
+    InputError, naming `source`, where there is no time of it."""
     rows = [row for case in result.cases if (case.attention, case.problem) == (plan.attention, problem) for row in case.rows]
     whole = next((r for r in rows if r.plan_id == plan.id and r.burst is not None), None)
     if whole is None or whole.burst is None:
         raise InputError(source, f"has no time of plan {plan.id} on {problem}; it has {_times_in(result)}")
-    cost = predict(plan, problem, device=device)
+    cost = predict(plan, problem, report, device)
     names = tuple(n for n in removable(plan) if _row(rows, plan, n) is not None)
-    left = {n: predict(without(plan, n), problem, device=device) for n in names}
+    left = {n: predict(without(plan, n), problem, report, device) for n in names}
     shares = []
     for n in names:
         row = _row(rows, plan, n)
@@ -163,16 +172,23 @@ def _row(rows: list[Row], plan: Plan, removed: str) -> Row | None:
 
 def _times_in(result: BenchResult) -> str:
     found = dict.fromkeys(
-        f"{row.function} ({row.plan_id}) on {case.problem}" for case in result.cases for row in case.rows if row.plan_id and row.burst
+        f"{row.function} ({row.plan_id}) on {case.problem}"
+        for case in result.cases
+        for row in case.rows
+        if row.plan_id and row.burst
     )
-    return ", ".join(list(found)[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "") if found else "no times of schedules"
+    return (
+        ", ".join(list(found)[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "") if found else "no times of schedules"
+    )
 
 
 def sentences(m: Measured) -> list[str]:
     """The numbers in words: the time beside the bound, a line for each removal, and what that says."""
     spread = f" ({us(1e3 * m.ms.low)} to {us(1e3 * m.ms.high)})" if m.ms.confidence else ""
     share = 100 * m.bound_us / 1e3 / m.ms.median
-    lines = [f"Measured on {m.gpu} ({m.source}): {us(1e3 * m.ms.median)}{spread}; the bound of {us(m.bound_us)} is {share:.0f} % of it."]
+    lines = [
+        f"Measured on {m.gpu} ({m.source}): {us(1e3 * m.ms.median)}{spread}; the bound of {us(m.bound_us)} is {share:.0f} % of it."
+    ]
     for s in sorted(m.shares, key=lambda s: -s.saved.median):
         change = f"{-100 * s.saved.median:+.1f} % ({-100 * s.saved.high:+.1f} to {-100 * s.saved.low:+.1f})".replace("-", "−")
         lines.append(f"  without {CALLED[s.removed]}: {change}, {us(1e3 * s.ms.median)}")

@@ -36,7 +36,10 @@ def without(plan: Plan, what: str) -> Plan:
     if what not in REMOVALS:
         raise InputError("without", f"no removal {what!r}; removals: {', '.join(REMOVALS)}")
     if plan.without or plan.debug:
-        raise InputError("without", f"{what} is removed from a whole plan only, not from one {'of a debug build' if plan.debug else 'without ' + plan.without}")
+        raise InputError(
+            "without",
+            f"{what} is removed from a whole plan only, not from one {'of a debug build' if plan.debug else 'without ' + plan.without}",
+        )
     return _without(plan, what)
 
 

@@ -98,11 +98,7 @@ def test_the_proof_of_what_is_left_is_no_formality() -> None:
     """Mutants of a kernel without loads are found out like others: a slot read before it is filled, a fence dropped."""
     left = without(of("in order"), "loads")
     (kernel,) = left.kernels
-    dropped = [
-        m
-        for m in mutants(kernel)
-        if m.change.rule == "drop" and isinstance(m.change.steps[0], (st.ProxyFence, st.Sync))
-    ]
+    dropped = [m for m in mutants(kernel) if m.change.rule == "drop" and isinstance(m.change.steps[0], (st.ProxyFence, st.Sync))]
     assert len(dropped) == 2
     for m in dropped:
         assert not prove(m.kernel, left.attention, left.schedule).ok, m.description

@@ -191,7 +191,11 @@ def test_measuring_times_the_kernel_and_what_is_left(
     def run_watched(spec, on_case=None, on_function=None):
         asked.append(spec)
         whole = plan(*load("fa2"))
-        plans = {k.label: (without(whole, k.without) if k.without else whole, p, spread(2.0 - i / 4)) for p in [spec.cases[0].problem] for i, k in enumerate(spec.cases[0].kernels)}
+        plans = {
+            k.label: (without(whole, k.without) if k.without else whole, p, spread(2.0 - i / 4))
+            for p in [spec.cases[0].problem]
+            for i, k in enumerate(spec.cases[0].kernels)
+        }
         return result_of(plans)
 
     monkeypatch.setattr(bench_lab, "check_device", lambda: None)
