@@ -184,10 +184,9 @@ def _log_plot(
     """x: FLOP a byte, y: TFLOP/s. The slope is `hbm_tbs` TB/s."""
     left, right, top, bottom = 60.0, WIDTH - 30.0, 14.0, 330.0
     highest = max(y for _, y, _ in roofs)
-    x0, x1 = (
-        math.floor(math.log10(min(x for _, x, _, _ in points)) - 0.3),
-        math.ceil(math.log10(max(x for _, x, _, _ in points)) + 0.4),
-    )
+    xs = [x for _, x, _, _ in points]
+    x0 = math.floor(math.log10(min(*xs, highest / hbm_tbs)) - 0.6)
+    x1 = math.ceil(math.log10(max(xs)) + 0.4)
     y1 = math.ceil(math.log10(highest) * 2 + 0.2) / 2
     y0 = min(math.floor(math.log10(min(y for _, _, y, _ in points)) * 2 - 0.5) / 2, y1 - 1.5)
 
@@ -210,10 +209,9 @@ def _log_plot(
         ]
     ridge = max(highest / hbm_tbs, 10**x0)
     start = max(10**x0, 10**y0 / hbm_tbs)
-    middle = math.sqrt(start * ridge)
     parts += [
         line(px(start), py(start * hbm_tbs), px(ridge), py(ridge * hbm_tbs), f"roof slope{' binds' * memory_binds}"),
-        text(px(middle) - 10, py(middle * hbm_tbs), f"memory, {hbm_tbs:.2g} TB/s", "small", "end"),
+        text(px(ridge) - 14, py(ridge * hbm_tbs) + 4, f"memory, {hbm_tbs:.2g} TB/s", "small", "end"),
     ]
     for _, y, kind in roofs:
         parts.append(line(px(max(y / hbm_tbs, 10**x0)), py(y), right, py(y), f"roof {kind}"))
