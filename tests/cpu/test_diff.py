@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
 from results import result_of, spread
 
 from fagen import InputError
@@ -145,5 +144,5 @@ def test_a_file_that_has_one_or_none_of_both() -> None:
     a, b = two("fa2", "fa3")
     found = measured_times(a, b, LONG, result_of({"fa3": (b, LONG, spread(3.0))}), "times.json")
     assert found["a"] is None and found["b"] is not None and "speedup" not in found
-    with pytest.raises(InputError, match="times.json: has no time of plan"):
+    with pytest.raises(InputError, match=r"times\.json: has no time of plan"):
         measured_times(a, b, Problem(1, 512, 512, 1, 1), result_of({"fa3": (b, LONG, spread(3.0))}), "times.json")
