@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shlex
 from pathlib import Path
@@ -83,7 +84,6 @@ def test_the_comparison_with_what_is_shown_can_fail() -> None:
 
 
 def test_every_python_block_that_prints_shows_it() -> None:
-    found = blocks(GUIDE)
-    for b, after in zip(found, found[1:]):
+    for b, after in itertools.pairwise(blocks(GUIDE)):
         if b.language == "python":
             assert ("print(" in b.text) == (after.language == "text"), b.text
