@@ -281,6 +281,16 @@ def _nest(kernel: str, body: st.Body, where: dict[tuple[str, str], int], knobs: 
     return f"<ul>{''.join(items)}</ul>"
 
 
+FEW = 3
+
+
+def _few(knobs: tuple[str, ...]) -> str:
+    """The first of many; the others under the pointer."""
+    rest = knobs[FEW:]
+    more = f'<span class="chip" title="{escape(", ".join(rest))}">+{len(rest)}</span>' if rest else ""
+    return _chips(knobs[:FEW]) + more
+
+
 def _chips(knobs: Iterable[str]) -> str:
     return "".join(f'<span class="chip">{k}</span>' for k in knobs)
 
@@ -306,10 +316,10 @@ def _code(source: Source, knobs: dict[int, tuple[str, ...]]) -> str:
         shown = escape(code) + (f'<span class="comment">//{escape(comment)}</span>' if slash else "")
         mark = ' class="has"' if mine else ""
         rows.append(
-            f'<tr id="L{n}"{mark}><td class="n">{n}</td><td class="c">{shown}</td><td class="k">{_chips(mine) if mine != before else ""}</td></tr>'
+            f'<tr id="L{n}"{mark}><td class="k">{_few(mine) if mine != before else ""}</td><td class="n">{n}</td><td class="c">{shown}</td></tr>'
         )
         before = mine
     return (
-        _note("To the right, at the first line of each block: the knobs of which another legal value would change it.")
+        _note("To the left, at the first line of each block: the knobs of which another legal value would change it.")
         + f'<div class="code"><table>{"".join(rows)}</table></div>'
     )

@@ -187,8 +187,10 @@ addEventListener("load", () => {
       if (b.width && (b.left < box.left - 1 || b.right > box.right + 1 || b.top < box.top - 1 || b.bottom > box.bottom + 1)) out.push(part.textContent);
     }
   }
+  const chips = [...document.querySelectorAll(".code .chip")].map(c => c.getBoundingClientRect());
+  const hidden = chips.filter(c => c.right > innerWidth || c.left < 0).length;
   const heights = [...document.querySelectorAll("section")].map(s => Math.round(s.getBoundingClientRect().height));
-  document.body.insertAdjacentHTML("beforeend", `<pre id="seen">${JSON.stringify({wide, out, heights})}</pre>`);
+  document.body.insertAdjacentHTML("beforeend", `<pre id="seen">${JSON.stringify({wide, out, heights, chips: chips.length, hidden})}</pre>`);
 });
 </script>
 """
@@ -212,6 +214,7 @@ def test_a_browser_shows_it_whole(name: str, width: int, tmp_path: Path) -> None
     dom = browse(tmp_path, width, "--dump-dom", looked.as_uri())
     seen = json.loads(re.findall(r'<pre id="seen">(.*?)</pre>', dom)[-1])
     assert seen["wide"] <= 0 and seen["out"] == []
+    assert seen["chips"] > 50 and seen["hidden"] == 0, "the knobs stand where they can be seen without scrolling"
     assert len(seen["heights"]) == 8 and min(seen["heights"]) > 60
     picture = tmp_path / "page.png"
     browse(tmp_path, width, f"--screenshot={picture}", looked.as_uri())
