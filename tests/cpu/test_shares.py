@@ -218,3 +218,43 @@ def test_measuring_times_the_kernel_and_what_is_left(
     ]
     assert "without softmax: −12.5 %" in capsys.readouterr().out
     assert run(["explain", "fa2", "--shape", LONG_TEXT, "--no-compile", "--from-results", str(output)]) == 0
+
+
+def test_the_lab_times_what_is_left_unverified(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel without something is wrong by design: it is captured as it is, under its own kind; a whole one is judged first."""
+    from types import SimpleNamespace
+
+    from fagen.explore import bench_lab
+    from fagen.explore.bench_result import CaseSpec, KernelRef
+
+    whole = plan(*load("fa2"))
+
+    class FakeKernel:
+        def __init__(self, plan, source, cubin, report):
+            self.plan, self.source, self.cubin, self.report = plan, source, cubin, report
+
+        def __call__(self, q, k, v, out, lse):
+            return out, lse
+
+        def unload(self) -> None: ...
+
+    monkeypatch.setattr(bench_lab, "Kernel", FakeKernel)
+    monkeypatch.setattr(bench_lab, "prediction", lambda kernel, problem: None)
+    lab = object.__new__(bench_lab.Lab)
+    lab._torch = SimpleNamespace(
+        full=lambda *a, **k: "tensor", float32="float32", bfloat16="bf16", cuda=SimpleNamespace(OutOfMemoryError=MemoryError)
+    )
+    lab._case, lab._doing = None, bench_lab.silent
+    lab._check_alive = lambda *_: None  # type: ignore[method-assign]
+    lab._judged = lambda row, *_: ("judged", row)  # type: ignore[method-assign, assignment, return-value]
+    lab._captured = lambda row, *_: ("captured", row)  # type: ignore[method-assign, assignment, return-value]
+    refs = [KernelRef("fa2", "d", "fa2"), KernelRef("fa2 without pv", "d", "fa2.without-pv", without="pv")]
+    report = SimpleNamespace(compiler="NVRTC")
+    plans = {"fa2": whole, "fa2.without-pv": without(whole, "pv")}
+    lab._kernels = {("d", name): FakeKernel(p, "", b"", report) for name, p in plans.items()}  # type: ignore[misc]
+    case = CaseSpec(whole.attention, LONG, tuple(refs))
+    q = SimpleNamespace(device="cuda")
+    (how, row), (how_left, left) = (lab._schedule(case, ref, q, q, q, None) for ref in refs)  # type: ignore[misc, arg-type]
+    assert (how, row.kind, row.outcome) == ("judged", "schedule", "failed"), "until it is judged"
+    assert (how_left, left.kind, left.outcome, left.error_ratio) == ("captured", "removal", "timed", None)
+    assert left.plan_id == f"{whole.id}-without-pv"
