@@ -25,13 +25,16 @@ from .shares import CALLED, NEAR
 Answer = dict[str, Any]
 
 STEP_CLASS = {
-    **dict.fromkeys((st.TmaLoad, st.CpAsync, st.Copy, st.LoadFrag, st.LoadAcc, st.LoadRow, st.TransposeV, st.Prefill), "copy"),
-    **dict.fromkeys((st.StoreOut, st.StoreRow, st.StoreScores, st.StoreAcc, st.StoreStats, st.StoreFrag), "copy"),
-    **dict.fromkeys((st.Mma, st.MmaWait, st.AddParts), "matrix"),
-    **dict.fromkeys((st.OnlineSoftmax, st.StaleSoftmax, st.Mask, st.Pack, st.Rescale, st.Finalise, st.RowPass, st.MergeStats), "softmax"),
-    **dict.fromkeys((st.Wait, st.Arrive, st.Sync, st.NArrive, st.CtaSync, st.ProxyFence, st.CpWait, st.CpCommit), "sync"),
-    **dict.fromkeys((st.Loop, st.Forever, st.If, st.Vote, st.Elected, st.Break), "control"),
-}  # fmt: skip
+    kind: colour
+    for colour, kinds in {
+        "copy": "TmaLoad CpAsync Copy LoadFrag LoadAcc LoadRow TransposeV StoreOut StoreRow StoreScores StoreAcc StoreStats StoreFrag",
+        "matrix": "Mma MmaWait AddParts",
+        "softmax": "OnlineSoftmax StaleSoftmax Mask Pack Rescale Finalise RowPass MergeStats SumRow MulRow Reciprocal LogSumExp AddSums",
+        "sync": "Wait Arrive Sync NArrive CtaSync ProxyFence CpWait CpCommit",
+        "control": "Loop Forever If Vote Elected Break",
+    }.items()
+    for kind in kinds.split()
+}
 """Kind of step → its colour in the loop nest; others are plain."""
 
 
@@ -277,7 +280,7 @@ def _nest(kernel: str, body: st.Body, where: dict[tuple[str, str], int], knobs: 
             if any(s.kind not in SILENT for s in nested):
                 inner += '<li><span class="step control">else</span></li>' if name == "orelse" else ""
                 inner += _nest(kernel, nested, where, knobs)
-        items.append(f'<li><span class="step {STEP_CLASS.get(type(step), "")}">{label}</span>{chips}{inner}</li>')
+        items.append(f'<li><span class="step {STEP_CLASS.get(step.kind, "")}">{label}</span>{chips}{inner}</li>')
     return f"<ul>{''.join(items)}</ul>"
 
 

@@ -82,7 +82,7 @@ SOFTMAX = (
 
 def _no_softmax(kernel: KernelPlan) -> KernelPlan:
     steps = [s for r in kernel.roles for s in st.walk(r.body)]
-    sums = {s.l for s in steps if isinstance(s, (st.Finalise, st.LogSumExp))}
+    sums = {getattr(s, "l", "") for s in steps if isinstance(getattr(s, "lse", None), str)}  # row sums, of which lse is made
 
     def rule(step: st.Step) -> st.Body:
         if isinstance(step, st.StaleSoftmax):  # P is packed early, into E
@@ -154,12 +154,16 @@ def _read(role: st.Role) -> set[str]:
     return {x.smem for x in operands if isinstance(x, st.Slot)}
 
 
+BLOCKS = ("n", "n_all", "n_tile")
+"""Variables that hold how many key blocks a tile, a range of tiles or a warpgroup's part sees."""
+
+
 def _no_idle(kernel: KernelPlan) -> KernelPlan:
     """The number of key blocks, times the CTAs there are over those there could be. The part is rounded up to whole blocks."""
     sms = sym("num_sms")
 
     def rule(step: st.Step) -> st.Body:
-        if isinstance(step, (st.Let, st.Var, st.Set)) and step.var in ("n", "n_all"):
+        if isinstance(step, (st.Let, st.Var, st.Set)) and step.var in BLOCKS:
             return (replace(step, value=ceildiv(step.value * minimum(N_CTAS, sms), sms)),)
         return (step,)
 
