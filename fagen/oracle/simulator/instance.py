@@ -452,10 +452,11 @@ def _share(shape: tuple[int, int], size: int, threads: int, warps: int, index: i
 
 _PRIVATE = frozenset(
     (
+        st.Opaque,
         *ladder.PRIVATE,
         *(st.Let, st.Var, st.Set, st.Advance, st.CpCommit, st.StoreOut, st.StoreRow, st.Fill, st.Limits, st.Mask),
         *(st.OnlineSoftmax, st.Pack, st.Rescale, st.Finalise, st.LoadScale),
-        *(st.StaleSoftmax, st.AddSums, st.Calm, st.CopyRow, st.Hold, st.Move, st.Opaque),
+        *(st.StaleSoftmax, st.AddSums, st.Calm, st.CopyRow, st.Hold, st.Move),
     )
 )
 """Steps that no other role can notice, so nobody needs to come in before them."""
