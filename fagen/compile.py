@@ -22,6 +22,7 @@ from .errors import CompileError, FagenError, InputError
 from .evidence import to_text
 from .nvrtc import Compiled, compile_cubin
 from .plan import Plan, plan
+from .plan.removal import without
 from .plan.steps import walk
 from .report import DOUBTFUL_ADVISORY, CompileReport, kernel_report, parse_log
 from .schedule import Schedule
@@ -133,8 +134,9 @@ def write_built(built: Built, directory: str | Path, name: str) -> tuple[Path, P
     return paths[0], paths[1], paths[2]
 
 
-def load_built(directory: str | Path, name: str) -> Built:
-    """Read what `write_built` wrote, without compiling: for a machine with another NVRTC, or none.
+def load_built(directory: str | Path, name: str, removed: str = "") -> Built:
+    """Read what `write_built` wrote, without compiling: for a machine with another NVRTC, or none. `removed`: what the kernel must have
+    been built without, since a kernel that a removal made computes something wrong.
 
     Raises InputError naming the file that is missing, unreadable, or does not belong to the others, and where this version of fagen
     plans another kernel than the one built (its arguments would not fit).
@@ -147,8 +149,12 @@ def load_built(directory: str | Path, name: str) -> Built:
         report = CompileReport.from_dict(record["report"])
         code, machine, interface, is_debug = (record[k] for k in ("code_sha256", "cubin_sha256", "interface_sha256", "debug"))
         planned = plan(attention, schedule, debug=bool(is_debug))
+        if removed:
+            planned = without(planned, removed)
     except (KeyError, TypeError, ValueError, AttributeError, FagenError) as e:
         raise InputError(str(record_path), f"is not the record of a kernel that this version can run: {e!r}") from e
+    if (found := record.get("without", "")) != removed:
+        raise InputError(str(record_path), f"was built {_state(found)}; {_state(removed)} is needed")
     source = Source(text=text, arch=schedule.arch, kernels=tuple(k.name for k in planned.kernels), name=name)
     if source.code_sha256 != code:
         raise InputError(
@@ -165,6 +171,10 @@ def load_built(directory: str | Path, name: str) -> Built:
     return Built(planned, source, cubin, report)
 
 
+def _state(removed: str) -> str:
+    return f"without {removed}" if removed else "as a whole kernel"
+
+
 def _record_text(record: dict[str, Any], built: Built) -> bytes:
     """NAME.json: the new build, and of the old record everything else."""
     code = built.source.code_sha256
@@ -177,7 +187,9 @@ def _record_text(record: dict[str, Any], built: Built) -> bytes:
         "interface_sha256": _interface_sha256(built.plan),
         "report": built.report.to_dict(),
     }
-    kept = {k: v for k, v in record.items() if k not in fresh}
+    if built.plan.without:
+        fresh["without"] = built.plan.without
+    kept = {k: v for k, v in record.items() if k not in (*fresh, "without")}
     evidence = kept.get("evidence")
     if isinstance(evidence, dict):
         evidence.pop("stale", None)

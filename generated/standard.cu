@@ -262,20 +262,27 @@ __device__ __forceinline__ void mask(float (&s)[N], const int (&last_key)[2], in
     if (i / 4 * 8 + i % 2 > last[i / 2 % 2]) s[i] = NEG_INF;
 }
 
+// 4 · LOADS scores of a row, from column c on, LANE neighbouring ones a lane; −∞ past the last column.
+template <int LANE, int LOADS>
+__device__ __forceinline__ void load_scores(float (&v)[4 * LOADS], const float* s, int c, int cols) {
+#pragma unroll
+  for (int b = 0; b < LOADS; ++b) {
+    const int at = c + 32 * LANE * (b / (LANE / 4)) + 4 * (b % (LANE / 4));
+    const uint4 four = ld_global_v4(s + at, at < cols, 0xff800000);
+    v[4 * b] = __uint_as_float(four.x), v[4 * b + 1] = __uint_as_float(four.y);
+    v[4 * b + 2] = __uint_as_float(four.z), v[4 * b + 3] = __uint_as_float(four.w);
+  }
+}
+
 // m = the row's maximum, in powers of two.
 __device__ __forceinline__ void row_max(float (&m)[1], const float* s, int cols) {
   float top = NEG_INF;
 #pragma unroll 1
-  for (int c = threadIdx.x % 32 * 4; c < cols; c += 128 * 4) {
-    float v[4 * 4];
+  for (int c = threadIdx.x % 32 * 4; c < cols; c += 512) {
+    float v[16];
+    load_scores<4, 4>(v, s, c, cols);
 #pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      const uint4 four = ld_global_v4(s + c + 128 * b, c + 128 * b < cols, 0xff800000);
-      v[4 * b] = __uint_as_float(four.x), v[4 * b + 1] = __uint_as_float(four.y);
-      v[4 * b + 2] = __uint_as_float(four.z), v[4 * b + 3] = __uint_as_float(four.w);
-    }
-#pragma unroll
-    for (int i = 0; i < 4 * 4; ++i) top = fmaxf(top, v[i]);
+    for (int i = 0; i < 16; ++i) top = fmaxf(top, v[i]);
   }
 #pragma unroll
   for (int lanes = 16; lanes; lanes /= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, lanes));
@@ -294,16 +301,11 @@ __device__ __forceinline__ void row_sum(const float (&m)[1], float (&l)[1], cons
   const float reference = m[0] == NEG_INF ? 0.f : m[0];
   float sum = 0.f;
 #pragma unroll 1
-  for (int c = threadIdx.x % 32 * 4; c < cols; c += 128 * 4) {
-    float v[4 * 4];
+  for (int c = threadIdx.x % 32 * 4; c < cols; c += 512) {
+    float v[16];
+    load_scores<4, 4>(v, s, c, cols);
 #pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      const uint4 four = ld_global_v4(s + c + 128 * b, c + 128 * b < cols, 0xff800000);
-      v[4 * b] = __uint_as_float(four.x), v[4 * b + 1] = __uint_as_float(four.y);
-      v[4 * b + 2] = __uint_as_float(four.z), v[4 * b + 3] = __uint_as_float(four.w);
-    }
-#pragma unroll
-    for (int i = 0; i < 4 * 4; ++i) sum += ex2(fmaf(v[i], SCALE_LOG2, -reference));
+    for (int i = 0; i < 16; ++i) sum += ex2(fmaf(v[i], SCALE_LOG2, -reference));
   }
 #pragma unroll
   for (int lanes = 16; lanes; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
@@ -321,22 +323,16 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
 __device__ __forceinline__ void row_exponentials(const float (&m)[1], const float* s, u16* p, int cols) {
   const float reference = m[0] == NEG_INF ? 0.f : m[0];
 #pragma unroll 1
-  for (int c = threadIdx.x % 32 * 8; c < cols; c += 128 * 4) {
-    float v[4 * 4];
+  for (int c = threadIdx.x % 32 * 8; c < cols; c += 512) {
+    float v[16];
+    load_scores<8, 4>(v, s, c, cols);
 #pragma unroll
-    for (int b = 0; b < 4; ++b) {
-      const int at = c + 256 * (b / 2) + 4 * (b % 2);
-      const uint4 four = ld_global_v4(s + at, at < cols, 0xff800000);
-      v[4 * b] = __uint_as_float(four.x), v[4 * b + 1] = __uint_as_float(four.y);
-      v[4 * b + 2] = __uint_as_float(four.z), v[4 * b + 3] = __uint_as_float(four.w);
-    }
+    for (int i = 0; i < 16; ++i) v[i] = ex2(fmaf(v[i], SCALE_LOG2, -reference));
 #pragma unroll
-    for (int i = 0; i < 4 * 4; ++i) v[i] = ex2(fmaf(v[i], SCALE_LOG2, -reference));
-#pragma unroll
-    for (int b = 0; b < 4; b += 2)
-      if (c + 128 * b < cols)
-        *(uint4*)(p + c + 128 * b) = make_uint4(pack_bf16(v[4 * b], v[4 * b + 1]), pack_bf16(v[4 * b + 2], v[4 * b + 3]),
-                                                pack_bf16(v[4 * b + 4], v[4 * b + 5]), pack_bf16(v[4 * b + 6], v[4 * b + 7]));
+    for (int i = 0; i < 16; i += 8)
+      if (c + 32 * i < cols)
+        *(uint4*)(p + c + 32 * i) = make_uint4(pack_bf16(v[i], v[i + 1]), pack_bf16(v[i + 2], v[i + 3]),
+                                               pack_bf16(v[i + 4], v[i + 5]), pack_bf16(v[i + 6], v[i + 7]));
   }
 }
 

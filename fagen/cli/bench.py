@@ -45,6 +45,15 @@ PEERS = "cudnn,fa2,fa3"
 @click.option("--plot", metavar="FILE", help="Draw the results there: an .svg, .png or .pdf. Needs matplotlib.")
 @click.option("--markdown", is_flag=True, help="Print the results as a Markdown table.")
 @click.option("--from-results", metavar="FILE", help="Measure nothing: show what an earlier run wrote with --output.")
+@click.option(
+    "--compare", "files", nargs=2, metavar="OLD NEW", help="Measure nothing: two files that --output wrote, case by case."
+)
+@click.option(
+    "--fail-below",
+    type=float,
+    metavar="X",
+    help="With --compare: exit code 1 if a schedule runs at less than X of its old speed, and not within noise.",
+)
 @set_option
 @from_option
 @json_option
@@ -63,6 +72,8 @@ def command(
     plot: str | None,
     markdown: bool,
     from_results: str | None,
+    files: tuple[str, str] | None,
+    fail_below: float | None,
     settings: Sequence[str],
     folder: str | None,
     as_json: bool,
@@ -73,6 +84,11 @@ def command(
     16384. Every function is verified first; all run on the same inputs in one process, in rotating order. benchmarks/README.md says how
     the numbers come about. Exit code 1 if a schedule is wrong or could not be timed.
     """
+    if files is not None:
+        others = {"SCHEDULE": schedules, "--from-results": from_results, "--output": output, "--plot": plot, "--markdown": markdown}
+        return _compare(files, fail_below, {**others, "--grid": grid, "--shape": shapes, "--from": folder}, as_json)
+    if fail_below is not None:
+        raise InputError("--fail-below", "is about --compare; give that, too")
     if bool(schedules) == (from_results is not None):
         raise InputError(
             "SCHEDULE", "name schedules to time" if not schedules else "--from-results measures nothing; leave the schedules out"
@@ -92,7 +108,7 @@ def command(
     else:
         result = read_results(from_results)
     if target is not None:
-        _write_file(target, result.to_json() + "\n")
+        write_results(target, result)
     if picture is not None:
         from ..explore.plot import write_plot
 
@@ -136,18 +152,29 @@ def _measure(kernels: Sequence[need.Needed], spec: BenchSpec, folder: str | None
             )
 
 
-def read_results(path: str) -> BenchResult:
-    """What --output wrote; InputError naming the file if it is not that."""
+def _compare(files: tuple[str, str], fail_below: float | None, others: dict[str, Any], as_json: bool) -> int:
+    from .bench_compare import compare
+
+    given = next((name for name, value in others.items() if value), None)
+    if given is not None:
+        raise InputError(given, "given beside --compare, which measures nothing and takes two files")
+    if fail_below is not None and fail_below <= 0:
+        raise InputError("--fail-below", f"{fail_below:g}; a positive part of the old speed, such as 0.98")
+    return compare(*files, fail_below, as_json)
+
+
+def read_results(path: str, option: str = "--from-results") -> BenchResult:
+    """What --output wrote; InputError naming `option` and the file if it is not that."""
     from ..explore.bench_result import BenchResult
 
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError) as e:
-        raise InputError("--from-results", f"{path} cannot be read: {getattr(e, 'strerror', None) or e}") from e
+        raise InputError(option, f"{path} cannot be read: {getattr(e, 'strerror', None) or e}") from e
     try:
         return BenchResult.from_json(text)
     except InputError as e:
-        raise InputError("--from-results", f"{path} is not a result of this version: {e}") from e
+        raise InputError(option, f"{path} is not a result of this version: {e}") from e
 
 
 # what to measure ----------------------------------------------------------------------------------------------------------
@@ -183,11 +210,11 @@ def _ready(item: Selected, folder: str | None, scratch: str) -> tuple[str, str]:
     return str(Path(folder or scratch).resolve()), built_name(item)
 
 
-def _write_file(path: Path, text: str) -> None:
-    """Whole or not at all."""
+def write_results(path: Path, result: BenchResult) -> None:
+    """Whole or not at all, for `read_results`."""
     try:
         with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as f:
-            f.write(text)
+            f.write(result.to_json() + "\n")
         os.chmod(f.name, 0o644)
         os.replace(f.name, path)
     except OSError as e:

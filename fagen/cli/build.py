@@ -15,6 +15,7 @@ from ..compile import Built, build, write_built
 from ..emit import Source, emit
 from ..errors import InputError
 from ..plan import Plan
+from ..plan.removal import file_of, removable, without
 from ..report import KernelReport
 from . import common
 from . import needed as need
@@ -35,6 +36,11 @@ COMPILERS = 4
 @need.grid_option
 @need.shape_option
 @need.ablate_option
+@click.option(
+    "--removals",
+    is_flag=True,
+    help="Beside each kernel what is left of it without softmax, loads, P·V and idle SMs, for `fagen explain --measure --from`.",
+)
 @click.option("--debug", is_flag=True, help="Bounded waits that name what hung: NAME.debug.cu and so on.")
 @common.json_option
 def command(
@@ -46,6 +52,7 @@ def command(
     grid: str | None,
     shapes: tuple[str, ...],
     ablate: bool,
+    removals: bool,
     debug: bool,
     as_json: bool,
 ) -> None:
@@ -62,9 +69,13 @@ def command(
         items = need.distinct(need.needed(schedules, settings, causal or None, grid, shapes, ablate))
     else:
         items = common.select(schedules, settings, causal, variants)
-    plans = [common.planned(i, debug=debug) for i in items]  # an illegal one is refused before anything is written
-    sources = [emit(p, common.built_name(i, debug)) for p, i in zip(plans, items)]
-    with common.Progress("compiling", len(items)) as progress, ThreadPoolExecutor(min(COMPILERS, len(items))) as compilers:
+    if removals and debug:
+        raise InputError("--removals", "given beside --debug; what is timed is no debug build")
+    jobs = [(common.planned(i, debug=debug), common.built_name(i, debug)) for i in items]  # an illegal one is refused first
+    if removals:
+        jobs = [job for plan, name in jobs for job in ((plan, name), *_removals(plan, name))]
+    plans, sources = [plan for plan, _ in jobs], [emit(plan, name) for plan, name in jobs]
+    with common.Progress("compiling", len(jobs)) as progress, ThreadPoolExecutor(min(COMPILERS, len(jobs))) as compilers:
         done = []
         for outcome in compilers.map(lambda job: _build(*job), zip(plans, sources)):
             done.append(outcome)
@@ -75,9 +86,13 @@ def command(
         return
     common.write(_table(done))
     for d in done:
-        for text in (*d.built.report.notes, *(f for k in d.built.report.kernels for f in k.faults)):
+        for text in _notes(d.built):
             common.note(f"{d.built.source.name}: {text}")
     common.write(f"{len(written)} kernel{'s' if len(written) != 1 else ''} in {output}: .cu to read, .cubin to run, .json to check")
+
+
+def _removals(plan: Plan, name: str) -> list[tuple[Plan, str]]:
+    return [(without(plan, removed), file_of(name, removed)) for removed in removable(plan)]
 
 
 @dataclass(frozen=True)
@@ -92,6 +107,12 @@ def _build(plan: Plan, source: Source) -> _Outcome:
     cached = _in_cache(source)
     built = build(plan, source)
     return _Outcome(built, round(time.perf_counter() - start, 3), cached)
+
+
+def _notes(built: Built) -> tuple[str, ...]:
+    """What was not checked, and what costs speed (of what a removal leaves, no speed is claimed)."""
+    faults = () if built.plan.without else tuple(f for k in built.report.kernels for f in k.faults)
+    return (*built.report.notes, *faults)
 
 
 def _in_cache(source: Source) -> bool:

@@ -1,4 +1,4 @@
-"""fagen explain: what a kernel does, in text."""
+"""fagen explain: what a kernel does, in text or as a page."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import click
 from ..errors import CompileError, InputError
 from . import common
 from . import needed as need
+from .bench import check_output
 
 if TYPE_CHECKING:
     from ..plan import Plan, Problem
@@ -21,26 +22,71 @@ if TYPE_CHECKING:
 @common.causal_option
 @click.option("--shape", metavar="B,HQ,HKV,SQ,SK", help="Also count what these sizes cost, and say what binds, on an H200.")
 @click.option("--no-compile", is_flag=True, help="Only what the plan says; leave the compiler's registers out.")
+@click.option(
+    "--measure",
+    is_flag=True,
+    help="Time the kernel on this GPU, and what is left of it without softmax, loads, P·V or idle SMs. Without --shape: one sequence of 16384.",
+)
+@click.option("--rounds", type=int, metavar="N", help="With --measure: measurements of each kernel. Default: 10.")
+@click.option("--output", metavar="FILE", help="With --measure: write the times there, as `fagen bench --output` does.")
+@click.option("--from-results", metavar="FILE", help="The times that `fagen bench` or --measure wrote there, on --shape.")
+@click.option(
+    "--html", metavar="FILE", help="Also write a page there: all of it as pictures, with the code and the knobs behind it."
+)
+@common.from_option
 @common.json_option
-def command(schedule: str, settings: tuple[str, ...], causal: bool, shape: str | None, no_compile: bool, as_json: bool) -> None:
+def command(
+    schedule: str,
+    settings: tuple[str, ...],
+    causal: bool,
+    shape: str | None,
+    no_compile: bool,
+    measure: bool,
+    rounds: int | None,
+    output: str | None,
+    from_results: str | None,
+    html: str | None,
+    folder: str | None,
+    as_json: bool,
+) -> None:
     """Show a kernel's loop nest, where its tiles and barriers lie in shared memory, which registers each role holds, how the work is
-    divided and what overlaps; with --shape, what binds there: hbm, tensor, exp, parallelism or latency.
+    divided and what overlaps; with --shape, what binds there: hbm, tensor, exp, parallelism or latency, and beside it the time that
+    --measure or --from-results has, or the tuned table.
 
     SCHEDULE `tuned` is the one that the tuned table has for --shape (on this GPU, or on an H200 where there is none): it is said which
-    entry that is and why.
+    entry that is and why. `fagen build SCHEDULE --removals -o DIR` builds what --measure times, for --from DIR.
     """
     from ..explore.explain import explain
+    from .explain_measure import check_device, check_options, time_of
 
-    problem = None if shape is None else parse_problem(shape)
+    check_options(measure, rounds, output, from_results, shape, folder)
+    page = check_output("--html", html)
     item, about = _chosen(schedule, settings, causal, shape)
+    problem = parse_problem(shape) if shape is not None else need.problems_of(item.attention, None, ())[0] if measure else None
     plan = common.planned(item)
-    answer = explain(plan, None if no_compile else report_of(plan, item.name), problem)
+    if measure:
+        check_device()
+    report = common.built(item, folder=folder).report if folder else None if no_compile else report_of(plan, item.name)
+    found = None
+    if problem is not None:
+        found = time_of(item, plan, problem, report, measure, rounds, output, from_results, folder)
+    answer = explain(plan, report, problem, measured=found)
+    if page is not None:
+        from ..explore.page import write_page
+
+        write_page(page, item.name, about, plan, answer)
     if as_json:
         common.write_json({"name": item.name, **({"about": about} if about else {}), **answer})
     else:
         if about:
             common.write(f"{schedule} is {about}", "")
         _print(item, answer)
+        if found is not None:
+            from ..explore.shares import sentences
+
+            common.write(*sentences(found))
+        if page is not None:
+            common.write(f"{page}: open it in a browser")
 
 
 def _chosen(schedule: str, settings: tuple[str, ...], causal: bool, shape: str | None) -> tuple[common.Selected, str]:

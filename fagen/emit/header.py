@@ -21,6 +21,8 @@ def _lines(plan: Plan, name: str) -> Iterator[str]:
     yield f"Schedule   {_fields(plan.schedule)}"
     if plan.debug:
         yield "Debug build: every wait is bounded, and reports what hung."
+    if plan.without:
+        yield f"Without {plan.without}: what it writes is wrong. It is timed beside the whole kernel, to see what {plan.without} takes."
     for k in plan.kernels:
         yield ""
         yield from _kernel(k)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Iterator
 
 from ..plan import steps as st
 from ..plan.kernel import KernelPlan
@@ -120,6 +121,15 @@ def _step(step: st.Step, scope: Scope) -> str:
     if step.why and not inner:
         text = _comment(text, step.why)
     return text
+
+
+def opening_lines(kernel: KernelPlan) -> Iterator[tuple[st.Step, str]]:
+    """Every printed step of a kernel in the order of the code, with the first line that it prints, stripped and without its comment."""
+    for role in kernel.roles:
+        scope = Scope(kernel, role, Helpers())
+        for step in st.walk(st.without_unused(role.body)):
+            code = (x.split("//", 1)[0].strip() for x in _step(step, scope).splitlines())
+            yield step, next((x for x in code if x), "")
 
 
 def _comment(text: str, why: str) -> str:

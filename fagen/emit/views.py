@@ -12,7 +12,7 @@ from ..plan.counts import copy_loads, scarce
 from ..plan.expr import Expr, as_expr, sym
 from ..plan.kernel import KernelPlan
 from ..plan.layout import ACC64, LAYOUTS
-from . import debug, views_ladder
+from . import debug, views_ladder, views_removal
 from .templates import Helpers, View, path
 
 PACK = {"bf16": ("pack_bf16", "bf16x2"), "fp16": ("pack_f16", "f16x2")}
@@ -358,7 +358,10 @@ def _mma_wait(s: st.MmaWait, x: Scope) -> tuple[str, View]:
 
 
 def _fill(s: st.Fill, x: Scope) -> tuple[str, View]:
-    return "fill", {"parts": x.parts(s.dst), "value": "0.f" if s.value == 0 else "NEG_INF"}
+    return "fill", {"parts": x.parts(s.dst), "value": FILL[s.value]}
+
+
+FILL = {0.0: "0.f", 1.0: "1.f", float("-inf"): "NEG_INF"}
 
 
 def _limits(s: st.Limits, x: Scope) -> tuple[str, View]:
@@ -465,5 +468,6 @@ _VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {
     st.Pack: _pack,
     st.Rescale: _rescale,
     **views_ladder.VIEWS,
+    **views_removal.VIEWS,
     **debug.VIEWS,
 }

@@ -86,7 +86,9 @@ def _row_pass(s: st.RowPass, x: Scope) -> tuple[str, View]:
         "l": f"{s.l}[0]",
         "src": x.address(s.src, s, s.row),
         "cols": x.c(s.cols),
-        "batch": ROW_LOADS,
+        "loads": ROW_LOADS,
+        "scores": 4 * ROW_LOADS,
+        "span": 128 * ROW_LOADS,
     }
     if s.op == "exponentials":
         values |= {"dst": x.address(s.dst, s, s.row), "pack": x.pack_function(x.kernel.gmem_of(s.dst).dtype)}

@@ -8,6 +8,7 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Protocol
 
 from .. import driver
@@ -93,7 +94,7 @@ class Lab:
             for ref in case.kernels:
                 place = f"{ref.directory}/{ref.file}"
                 if (ref.directory, ref.file) not in kernels:
-                    built = load_built(ref.directory, ref.file)
+                    built = load_built(ref.directory, ref.file, ref.without)
                     if built.plan.debug:
                         raise InputError(
                             ref.label, f"{place} is a debug build, whose speed means nothing; build it without --debug"
@@ -177,7 +178,8 @@ class Lab:
         # one of its own, so that unloading it ends no other's graph
         kernel = Kernel(loaded.plan, loaded.source, loaded.cubin, loaded.report)
         ids = kernel.plan.schedule.id, kernel.plan.id, kernel.report.compiler
-        row = Row(ref.label, "schedule", None, *ids, "failed", "", None, None, None, None, ref.about)
+        kind = "removal" if ref.without else "schedule"
+        row = Row(ref.label, kind, None, *ids, "failed", "", None, None, None, None, ref.about)
         self._at(f"{ref.label} runs for the first time", LAUNCH_SECONDS, ref.label)
         try:
             out = torch.full((p.batch, p.sq, p.hq, a.dv), float("nan"), dtype=self._dtype(a.output_dtype), device=q.device)
@@ -189,7 +191,10 @@ class Lab:
             kernel.unload()  # the functions after it may need what it got hold of
             return Candidate(replace(row, reason=_one_line(e)), None)
         self._check_alive(ref.label)
-        return self._judged(row, lambda: kernel(q, k, v, out=out, lse=lse), out, lse, want, kernel.unload)
+        call = partial(kernel, q, k, v, out=out, lse=lse)
+        if ref.without:  # wrong by design: there is nothing to verify
+            return self._captured(replace(row, outcome="timed"), call, kernel.unload)
+        return self._judged(row, call, out, lse, want, kernel.unload)
 
     def _peer(self, case: CaseSpec, name: str, q: Any, k: Any, v: Any, want: verify.Expected) -> Candidate:
         title = peers.PEERS[name].title
@@ -218,6 +223,9 @@ class Lab:
         if not verdict.passed:
             release()
             return Candidate(row, None)
+        return self._captured(row, call, release)
+
+    def _captured(self, row: Row, call: Callable[[], Any], release: Callable[[], None]) -> Candidate:
         self._at(f"{row.function} is captured", PREPARE_SECONDS, row.function)
         try:
             task = GraphTask(self._torch, row.function, call, self.clock, release)

@@ -86,12 +86,13 @@ def _build(kind: Any, data: Any, where: str) -> Any:
 @dataclass(frozen=True)
 class KernelRef(Record):
     """A built kernel on disk (`write_built`): DIRECTORY/FILE.json and its cubin; `label` names it in tables, `about` says which schedule
-    that is and why, "" if the label does."""
+    that is and why, "" if the label does. `without`: what a removal took from it ("" of a whole kernel); it is timed unverified."""
 
     label: str
     directory: str
     file: str
     about: str = ""
+    without: str = ""
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ class Prediction(Record):
 
 @dataclass(frozen=True)
 class Row(Record):
-    """One function in one case. `kind`: "schedule" or "peer". `outcome`: "timed"; "absent": not here or does not take this case;
+    """One function in one case. `kind`: "schedule", "peer", or "removal": a schedule without something (plan/removal.py). `outcome`: "timed"; "absent": not here or does not take this case;
     "wrong": its output differs from the reference, so it was not timed; "failed": it raised."""
 
     function: str
@@ -181,14 +182,14 @@ class Row(Record):
     burst: Timing | None
     sustained: Timing | None
     prediction: Prediction | None
-    """None for peers."""
+    """None for peers; of a removal, what is left."""
     about: str = ""
     """Which schedule this is and why (`KernelRef.about`)."""
 
     @property
     def bad(self) -> bool:
         """A schedule of ours that could not be measured."""
-        return self.kind == "schedule" and self.outcome != "timed"
+        return self.kind != "peer" and self.outcome != "timed"
 
 
 @dataclass(frozen=True)

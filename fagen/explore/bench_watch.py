@@ -67,7 +67,7 @@ def _explained(
     """The failure, and a bundle if one of our kernels was at work; else the end of the worker's output."""
     at = None if case is None else spec.cases[case]
     ref = None if at is None else next((k for k in at.kernels if k.label == function), None)
-    if at is None or ref is None:
+    if at is None or ref is None or ref.without:  # a bundle's kernel is checked when it runs again; one without something cannot be
         said = failure.log.strip().splitlines()
         return LaunchError(f"{failure}" + (f": {said[-1]}" if said else ""))
     problem = CheckProblem(**dataclasses.asdict(at.problem), inputs=cast(Inputs, spec.inputs))

@@ -1,21 +1,23 @@
-"""Two schedules side by side: knobs, programs, sources, instruction counts, and what the model says of both."""
+"""Two schedules side by side: knobs, programs, sources, instruction counts, what the model says of both, and what was measured."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from ..emit import Source
 from ..errors import InputError
 from ..plan import Plan, Problem
-from ..plan.expr import Expr
 from ..plan.kernel import KernelPlan
-from ..plan.steps import Body, Break, Elected, Forever, If, Loop, bodies
-from ..plan.text import SILENT, describe
+from ..plan.steps import Body, bodies
+from ..plan.text import SILENT, heading
 from ..report import CompileReport
+from .bench_result import BenchResult
 from .explain import predict, sentence
 from .machine import H200, Device
+from .timing import interval
 
 SASS_NAMES = ("HMMA", "HGMMA", "QGMMA", "WARPGROUP.DEPBAR", "BAR.SYNC", "BAR.ARV", "UTMALDG", "LDGSTS", "LDG.E.128", "USETMAXREG")
 """Counts that tell kernels apart; others of the report follow them where they differ."""
@@ -42,20 +44,7 @@ def _body_lines(body: Body, depth: int) -> Iterator[str]:
     for step in body:
         if step.kind in SILENT:
             continue
-        if isinstance(step, Loop):
-            down = not isinstance(step.step, Expr) and step.step < 0
-            text = f"for {step.var} = {step.first} {'down to' if down else 'to'} {step.last}"
-        elif isinstance(step, If):
-            text = f"if {step.cond}"
-        elif isinstance(step, Forever):
-            text = "until there is no tile left"
-        elif isinstance(step, Elected):
-            text = "one thread"
-        elif isinstance(step, Break):
-            text = f"stop if {step.cond}"
-        else:
-            text = describe(step)
-        yield f"{'  ' * depth}{text}  [{step.id}]"
+        yield f"{'  ' * depth}{heading(step)}  [{step.id}]"
         for name, inner in bodies(step):
             if name == "orelse" and any(s.kind not in SILENT for s in inner):
                 yield f"{'  ' * depth}else"
@@ -108,6 +97,24 @@ def times(
     return out
 
 
+def measured_times(a: Plan, b: Plan, problem: Problem, result: BenchResult, source: str) -> dict[str, Any]:
+    """What a bench's `result` has of both on one problem: {"a", "b"}: {ms, tflops (intervals), source}, None for one that it has not; and
+    "speedup": how many times faster b is, the median over rounds with its interval, where both were timed in turn. InputError, naming
+    `source`, where it has neither."""
+    rows = [row for case in result.cases if case.problem == problem for row in case.rows if row.burst is not None]
+    timed = [next((r.burst for r in rows if r.plan_id == plan.id), None) for plan in (a, b)]
+    if timed == [None, None]:
+        raise InputError(source, f"has no time of plan {a.id} or {b.id} on {problem}")
+    out: dict[str, Any] = {}
+    for key, t in zip("ab", timed):
+        out[key] = None if t is None else {"ms": asdict(t.ms), "tflops": asdict(t.tflops), "source": source}
+    ta, tb = timed
+    together = ta is not None and tb is not None and len(ta.samples_ms) == len(tb.samples_ms) and a.attention == b.attention
+    if together and ta is not None and tb is not None:
+        out["speedup"] = asdict(interval([x / y for x, y in zip(ta.samples_ms, tb.samples_ms)]))
+    return out
+
+
 def diff(
     a: Plan,
     b: Plan,
@@ -115,9 +122,10 @@ def diff(
     sources: tuple[Source, Source],
     reports: tuple[CompileReport | None, CompileReport | None] = (None, None),
     problem: Problem | None = None,
+    measured: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Plain JSON values. Keys: a, b (names and plan ids), knobs (name → [a, b]), program and source (unified diffs, a line each), sass
-    (name → [a, b], None where either SASS was not read), times (with a `problem`).
+    (name → [a, b], None where either SASS was not read), times (the model's, with a `problem`), and `measured` (see `measured_times`).
 
     InputError where both are the same kernel.
     """
@@ -133,6 +141,7 @@ def diff(
         "source": unified(code_lines(sources[0]), code_lines(sources[1]), names),
         "sass": None if both is None else {n: list(pair) for n, pair in both.items()},
         **({} if problem is None else {"times": times(a, b, problem, reports)}),
+        **({} if measured is None else {"measured": measured}),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..plan import Plan, Problem
 from ..plan.kernel import KernelPlan
@@ -13,9 +13,16 @@ from .answers import answers
 from .machine import H200, Device
 from .roofline import Cost, KernelCost, cost
 
+if TYPE_CHECKING:
+    from .shares import Measured
+
 
 def explain(
-    plan: Plan, report: CompileReport | None = None, problem: Problem | None = None, device: Device = H200
+    plan: Plan,
+    report: CompileReport | None = None,
+    problem: Problem | None = None,
+    device: Device = H200,
+    measured: Measured | None = None,
 ) -> dict[str, Any]:
     """Plain JSON values. Keys of the answer
 
@@ -33,6 +40,8 @@ def explain(
     binds                       one of those
     bound_us                    what no launch can beat under the model
     counts                      by kernel: products, exponentials, bytes into and out of the SMs and of DRAM by tensor, CTAs
+    and with `measured`
+    measured                    the time on that problem and what is saved without softmax, loads, P·V or idle SMs (`shares.Measured`)
 
     InputError for a problem that the plan cannot be launched on.
     """
@@ -63,6 +72,7 @@ def explain(
         "registers": [line for k in plan.kernels for line in registers(k, compiled.get(k.name))],
         "answers": answers(plan, found.kernels if found else ()),
         **(_costs(found) if found else {}),
+        **({"measured": measured.to_dict()} if measured else {}),
     }
 
 
@@ -74,19 +84,20 @@ def predict(plan: Plan, problem: Problem, report: CompileReport | None = None, d
 def sentence(found: Cost) -> str:
     """What binds, in one sentence."""
     times, bound = found.times_us, found.bound_us
-    largest = {r: _us(times[r]) for r in ("hbm", "tensor", "exp")}
+    largest = {r: us(times[r]) for r in ("hbm", "tensor", "exp")}
     beside = f"hbm {largest['hbm']}, tensor {largest['tensor']}, exp {largest['exp']}"
     if found.binds == "parallelism":
         k = max(found.kernels, key=lambda k: k.bound_us)
         units = f"{k.units} {'tiles' if k.claimed else 'CTAs'} on {found.device.sms} SMs: the busiest has {k.busiest:.3g} times its share"
-        return f"Parallelism binds: {units}, {_us(times['parallelism'])} beside {beside}."
+        return f"Parallelism binds: {units}, {us(times['parallelism'])} beside {beside}."
     if found.binds == "latency":
         return f"Latency binds: {times['latency']:.3g} µs to start {len(found.kernels)} kernel{'s' * (len(found.kernels) > 1)}, beside {beside}."
     word = {"hbm": "Memory", "tensor": "The tensor cores", "exp": "The exponential unit"}[found.binds]
-    return f"{word} bind{'s' * (found.binds != 'tensor')}: {beside}; at least {_us(bound)}."
+    return f"{word} bind{'s' * (found.binds != 'tensor')}: {beside}; at least {us(bound)}."
 
 
-def _us(time: float) -> str:
+def us(time: float) -> str:
+    """Microseconds as text."""
     return f"{time:,.0f} µs" if time >= 1000 else f"{time:.3g} µs"
 
 

@@ -1,4 +1,4 @@
-"""Other attention kernels on this machine, through torch: cudnn, fa2, fa3. All optional.
+"""Other attention kernels on this machine, through torch: cudnn, fa2, fa3, flex, triton. All optional.
 
 A peer gets the layout it likes best, made outside the timing, and is called as its users call it (its own allocations and small
 kernels included); under a CUDA graph its host overhead does not count. What a peer cannot do is said by it or here, in one line.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
+import importlib.util
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -119,6 +120,50 @@ def _fa3(torch: Any, attention: Attention, q: Any, k: Any, v: Any) -> Call:
     return call
 
 
+def _flex(torch: Any, attention: Attention, q: Any, k: Any, v: Any) -> Call:
+    """torch's FlexAttention, compiled: the Triton kernel that Inductor writes for this mask. Compiled anew for every case, since Dynamo
+    gives up compiling one function for more than a few shapes, and would run it uncompiled."""
+    if attention.dtype == "e4m3":
+        raise PeerAbsent("FlexAttention takes no e4m3")
+    if importlib.util.find_spec("triton") is None:
+        raise PeerAbsent("FlexAttention is compiled by triton, which is not installed")
+    try:
+        flex: Any = importlib.import_module("torch.nn.attention.flex_attention")
+    except ImportError:
+        raise PeerAbsent(f"torch {torch.__version__} has no FlexAttention") from None
+    q, k, v = (x.transpose(1, 2).contiguous() for x in (q, k, v))
+    options: dict[str, Any] = {"scale": attention.softmax_scale, "enable_gqa": q.shape[1] != k.shape[1]}
+    if attention.causal:
+        shift = k.shape[2] - q.shape[2]  # bottom-right
+        options["block_mask"] = flex.create_block_mask(
+            lambda b, h, row, key: row + shift >= key, None, None, q.shape[2], k.shape[2], device=q.device
+        )
+    torch.compiler.reset()
+    compiled = torch.compile(flex.flex_attention, dynamic=False)
+    return lambda: compiled(q, k, v, **options).transpose(1, 2)
+
+
+FLA_MODULE, FLA_PACKAGE = "fla.ops.attn", "fla-core"
+
+
+def _triton(torch: Any, attention: Attention, q: Any, k: Any, v: Any) -> Call:
+    """The softmax attention that fla-core has in Triton. Triton itself has none in its package: the one of its tutorial is no library."""
+    if attention.dtype == "e4m3":
+        raise PeerAbsent(f"{FLA_PACKAGE}'s attention takes no e4m3")
+    if not attention.causal or q.shape[1] != k.shape[1]:
+        raise PeerAbsent(f"{FLA_PACKAGE}'s attention is causal, with equal lengths, only")
+    try:
+        parallel_attn: Any = importlib.import_module(FLA_MODULE).parallel_attn
+    except (ImportError, OSError, RuntimeError) as e:
+        raise PeerAbsent(f"{FLA_MODULE} (package {FLA_PACKAGE}) cannot be imported: {_one_line(str(e))}") from None
+    return lambda: parallel_attn(q, k, v, scale=attention.softmax_scale)
+
+
+def _flex_version(torch: Any) -> str | None:
+    triton = _package_version("triton")
+    return triton and f"torch {torch.__version__}, {triton}"
+
+
 def _cudnn_version(torch: Any) -> str | None:
     number = torch.backends.cudnn.version() if torch.backends.cudnn.is_available() else None
     if number is None:
@@ -140,5 +185,7 @@ PEERS = {
         Peer("cudnn", "cudnn (torch)", _cudnn, _cudnn_version),
         Peer("fa2", "fa2 (torch)", _fa2, lambda torch: f"torch {torch.__version__}"),
         Peer("fa3", f"fa3 ({FA3_PACKAGE})", _fa3, lambda torch: _package_version(FA3_PACKAGE)),
+        Peer("flex", "flex (torch)", _flex, _flex_version),
+        Peer("triton", f"triton ({FLA_PACKAGE})", _triton, lambda torch: _package_version(FLA_PACKAGE)),
     )
 }

@@ -55,6 +55,8 @@ FREE = frozenset(
     + (
         "LoadFrag",
         "TransposeV",
+        "Prefill",
+        "Opaque",
         "Fill",
         "Limits",
         "Mask",

@@ -123,11 +123,13 @@ class Plan:
     kernels: tuple[KernelPlan, ...]
     workspaces: tuple[Workspace, ...]
     debug: bool = False
+    without: str = ""
+    """What a removal took away, "" of a plan that computes attention; see removal.py."""
 
     @property
     def id(self) -> str:
         """Names the pair everywhere: <attention id>-<schedule id>."""
-        return f"{self.attention.id}-{self.schedule.id}"
+        return f"{self.attention.id}-{self.schedule.id}" + (f"-without-{self.without}" if self.without else "")
 
     def bind(
         self,

@@ -467,6 +467,26 @@ class ResetCounter(Step):
     counter: str
 
 
+# what stands in for a step that a removal took away (see removal.py) -----------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefill(Step):
+    """Every slot of `smem` holds ordinary numbers from here on (0.5 to 1 in size, random in sign and fraction, so that products of
+    them cost what they cost on real data): an ordinary store by all threads of the role. Stands for all loads of the ring."""
+
+    smem: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opaque(Step):
+    """Nothing, but the compiler has to reckon with the registers of `reads` being read here and those of `changes` being changed, so that
+    what makes the one and what uses the other stays. Stands for a product."""
+
+    reads: tuple[str, ...]
+    changes: tuple[str, ...]
+
+
 # synchronisation --------------------------------------------------------------------------------------------------------
 
 
@@ -555,7 +575,7 @@ class MmaWait(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class Fill(Step):
-    """Every element of `dst` = value (0 or -inf)."""
+    """Every element of `dst` = value (0, 1 or -inf)."""
 
     dst: str
     value: float

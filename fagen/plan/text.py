@@ -24,6 +24,7 @@ from .steps import (
     Mma,
     MmaWait,
     NArrive,
+    Opaque,
     RowPass,
     Slot,
     Step,
@@ -37,6 +38,7 @@ from .steps import (
     TmaLoad,
     Vote,
     Wait,
+    bodies,
     step_fields,
 )
 
@@ -59,30 +61,28 @@ def _lines(body: Body, depth: int) -> Iterator[str]:
     for step in body:
         if step.kind in SILENT:
             continue
-        if isinstance(step, Loop):
-            down = not isinstance(step.step, Expr) and step.step < 0
-            order = "down to" if down else "to"
-            yield f"{pad}for {step.var} = {step.first} {order} {step.last}  [{step.id}]"
-            yield from _lines(step.body, depth + 1)
-        elif isinstance(step, Forever):
-            yield f"{pad}until there is no tile left  [{step.id}]"
-            yield from _lines(step.body, depth + 1)
-        elif isinstance(step, If):
-            yield f"{pad}if {step.cond}"
-            yield from _lines(step.then, depth + 1)
-            if any(s.kind not in SILENT for s in step.orelse):
-                yield f"{pad}else"
-                yield from _lines(step.orelse, depth + 1)
-        elif isinstance(step, Vote):
-            yield f"{pad}in warps where a value does not fit"
-            yield from _lines(step.then, depth + 1)
-            yield f"{pad}in the others"
-            yield from _lines(step.orelse, depth + 1)
-        elif isinstance(step, Elected):
-            yield f"{pad}one thread"
-            yield from _lines(step.body, depth + 1)
-        else:
-            yield pad + describe(step)
+        named = f"  [{step.id}]" if isinstance(step, (Loop, Forever)) else ""
+        yield pad + heading(step) + named
+        for name, inner in bodies(step):
+            if name == "orelse" and any(s.kind not in SILENT for s in inner):
+                yield pad + ("in the others" if isinstance(step, Vote) else "else")
+            yield from _lines(inner, depth + 1)
+
+
+def heading(step: Step) -> str:
+    """A step's own line: what a loop or a branch says of itself, or `describe`."""
+    if isinstance(step, Loop):
+        down = not isinstance(step.step, Expr) and step.step < 0
+        return f"for {step.var} = {step.first} {'down to' if down else 'to'} {step.last}"
+    if isinstance(step, Forever):
+        return "until there is no tile left"
+    if isinstance(step, If):
+        return f"if {step.cond}"
+    if isinstance(step, Vote):
+        return "in warps where a value does not fit"
+    if isinstance(step, Elected):
+        return "one thread"
+    return describe(step)
 
 
 def describe(step: Step) -> str:
@@ -118,6 +118,8 @@ def describe(step: Step) -> str:
     if isinstance(step, RowPass):
         what = {"max": step.m, "sum": step.l, "max_sum": f"{step.m} and {step.l}", "exponentials": step.dst}[step.op]
         return f"row pass: {what} ← {step.src}[{step.row}]"
+    if isinstance(step, Opaque):
+        return f"in place of a product: {', '.join((*step.reads, *step.changes))}"
     if isinstance(step, StoreStats):
         return f"share {step.m} and {step.l} with the other warps"
     if isinstance(step, StoreFrag):

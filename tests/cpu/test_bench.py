@@ -520,7 +520,7 @@ def test_json_that_is_none():
     ("changes", "message"),
     [
         ({"rounds": 0}, "--rounds: 0; at least 1"),
-        ({"peers": ("fa4",)}, "--vs: no peer 'fa4'; peers: cudnn, fa2, fa3, none"),
+        ({"peers": ("fa4",)}, "--vs: no peer 'fa4'; peers: cudnn, fa2, fa3, flex, triton, none"),
         ({"cases": ()}, "--shape: nothing to measure"),
         ({"cases": (CaseSpec(HD128, Problem(1, 0, 5, 2, 2), ()),)}, "every size must be at least 1"),
         ({"cases": (CaseSpec(HD128, Problem(1, 5, 5, 6, 4), ()),)}, r"6 query heads are not a multiple of 4.*\[1, 2, 3, 6\]"),
@@ -573,6 +573,7 @@ def torch(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch.nn", module.nn)
     monkeypatch.setitem(sys.modules, "torch.nn.attention", types.SimpleNamespace(SDPBackend=backends, sdpa_kernel=sdpa_kernel))
     monkeypatch.setitem(sys.modules, peers.FA3_MODULE, None)
+    monkeypatch.setitem(sys.modules, peers.FLA_MODULE, None)
     return module
 
 
@@ -599,6 +600,10 @@ def test_sdpa_peers_get_their_layout_and_backend(torch):
         ("fa2", CAUSAL, qkv(sk=50), "aligns a causal mask top-left"),
         ("fa2", Attention(head_dim=128, softcap=30.0), qkv(), "compared without softcap only"),
         ("fa3", HD128, qkv(), r"fa3_fwd_interface \(wheel fa3-fwd\) cannot be imported"),
+        ("flex", Attention(head_dim=128, dtype="e4m3"), qkv(), "FlexAttention takes no e4m3"),
+        ("triton", HD128, qkv(), "fla-core's attention is causal, with equal lengths, only"),
+        ("triton", CAUSAL, qkv(sk=50), "is causal, with equal lengths, only"),
+        ("triton", CAUSAL, qkv(), r"fla.ops.attn \(package fla-core\) cannot be imported"),
     ],
 )
 def test_an_absent_peer_says_why(torch, name, attention, inputs, reason):
@@ -639,6 +644,48 @@ def test_fa3_returns_its_output_alone(torch, monkeypatch):
     inputs = qkv(sk=50)
     _, out = peers.prepare("fa3", torch, CAUSAL, *inputs)
     assert out is inputs[0] and seen == {"softmax_scale": 128**-0.5, "causal": True}
+
+
+def test_flex_is_compiled_anew_for_each_case_and_masks_bottom_right(torch, monkeypatch):
+    seen = []
+
+    def flex_attention(q, k, v, **options):
+        seen.append((q.shape, q.is_contiguous, options))
+        return q
+
+    def create_block_mask(mask, b, h, rows, keys, device):
+        return [(rows, keys), mask(0, 0, 0, keys - rows), mask(0, 0, 0, keys - rows + 1)]
+
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
+    flex = types.SimpleNamespace(flex_attention=flex_attention, create_block_mask=create_block_mask)
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.flex_attention", flex)
+    resets = []
+    torch.compiler = types.SimpleNamespace(reset=lambda: resets.append(1))
+    torch.compile = lambda function, dynamic: function
+    inputs = qkv(sq=50, hkv=2)
+    for x in inputs:
+        x.device = "cuda"
+    monkeypatch.setattr(Tensorish, "device", "cuda", raising=False)
+    _, out = peers.prepare("flex", torch, Attention(head_dim=128, mask="causal", scale=0.5), *inputs)
+    assert out.shape == (2, 50, 4, 128) and resets == [1]
+    masked = [(50, 100), True, False]
+    assert seen == [((2, 4, 50, 128), True, {"scale": 0.5, "enable_gqa": True, "block_mask": masked})]
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(peers.PeerAbsent, match="compiled by triton, which is not installed"):
+        peers.prepare("flex", torch, CAUSAL, *inputs)
+
+
+def test_triton_attention_through_fla(torch, monkeypatch):
+    seen = {}
+
+    def parallel_attn(q, k, v, **options):
+        seen.update(options)
+        return q
+
+    monkeypatch.setitem(sys.modules, peers.FLA_MODULE, types.SimpleNamespace(parallel_attn=parallel_attn))
+    inputs = qkv()
+    _, out = peers.prepare("triton", torch, CAUSAL, *inputs)
+    assert out is inputs[0] and seen == {"scale": 128**-0.5}
 
 
 @pytest.mark.parametrize(("number", "text"), [(91900, "cuDNN 9.19.0"), (8902, "cuDNN 8.9.2"), (None, None)])

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from results import result_of, spread
 
 from fagen import InputError
 from fagen.cli import run
 from fagen.emit import emit
-from fagen.explore.diff import changed, code_lines, diff, knobs, program_lines, sass_difference, unified
+from fagen.explore.diff import changed, code_lines, diff, knobs, measured_times, program_lines, sass_difference, unified
 from fagen.library import load
 from fagen.plan import Plan, Problem, plan
 from fagen.plan.steps import Mma, walk
@@ -104,3 +106,43 @@ def test_instruction_counts_where_there_is_a_disassembler(capsys: pytest.Capture
     assert run(["diff", "fa2", "fa3", "--json"]) == 0
     sass = json.loads(capsys.readouterr().out)["sass"]
     assert sass["HMMA"][0] > 0 == sass["HMMA"][1] and sass["HGMMA"][1] > 0 == sass["HGMMA"][0]
+
+
+# measured times -----------------------------------------------------------------------------------------------------------
+
+LONG = Problem(1, 16384, 16384, 16, 16)
+
+
+def test_measured_times_stand_beside_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = two("fa2", "fa3")
+    result = result_of({"fa2": (a, LONG, spread(6.0)), "fa3": (b, LONG, spread(3.0))})
+    found = measured_times(a, b, LONG, result, "times.json")
+    assert found["a"]["ms"]["median"] == pytest.approx(6.0) and found["b"]["source"] == "times.json"
+    assert found["speedup"]["median"] == pytest.approx(2.0) and found["speedup"]["high"] - found["speedup"]["low"] < 1e-9
+    path = tmp_path / "times.json"
+    path.write_text(result.to_json())
+    command = ["diff", "fa2", "fa3", "--no-compile", "--shape", "1,16,16,16384,16384", "--from-results", str(path)]
+    assert run(command) == 0
+    text = capsys.readouterr().out
+    assert "fa3 is 2.000 times as fast as fa2 (2.000 to 2.000)." in text and "measured" in text
+    assert run([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["measured"]["speedup"]["median"] == pytest.approx(2.0)
+    assert run(["diff", "fa2", "fa3", "--no-compile", "--from-results", str(path)]) == 2
+    assert "--from-results: needs --shape" in capsys.readouterr().err
+
+
+def test_a_difference_in_the_noise_is_called_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, b = two("fa3", "fa3", overlap="within")
+    path = tmp_path / "times.json"
+    path.write_text(result_of({"a": (a, LONG, spread(3.0)), "b": (b, LONG, spread(3.0, noise=-0.004))}).to_json())
+    options = ["--set-b", "overlap=within", "--no-compile", "--shape", "1,16,16,16384,16384", "--from-results", str(path)]
+    assert run(["diff", "fa3", "fa3", *options]) == 0
+    assert "within noise" in capsys.readouterr().out
+
+
+def test_a_file_that_has_one_or_none_of_both() -> None:
+    a, b = two("fa2", "fa3")
+    found = measured_times(a, b, LONG, result_of({"fa3": (b, LONG, spread(3.0))}), "times.json")
+    assert found["a"] is None and found["b"] is not None and "speedup" not in found
+    with pytest.raises(InputError, match=r"times\.json: has no time of plan"):
+        measured_times(a, b, Problem(1, 512, 512, 1, 1), result_of({"fa3": (b, LONG, spread(3.0))}), "times.json")

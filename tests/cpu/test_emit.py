@@ -18,6 +18,7 @@ import fagen
 from fagen.emit import Source, code_sha256, emit, templates
 from fagen.library import builtin_names, resource_dir
 from fagen.plan import Plan, plan
+from fagen.plan.removal import without
 from fagen.plan.steps import Loop, walk
 
 ROOT = Path(fagen.__file__).parents[1]
@@ -247,7 +248,7 @@ def test_emission_is_the_same_in_every_process(tmp_path: Path) -> None:
 
 
 def test_every_template_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By some schedule, in a release or a debug build."""
+    """By some schedule, in a release or a debug build, or by what a removal leaves of one."""
     used = set()
     load_template = templates.environment().get_template
 
@@ -261,6 +262,8 @@ def test_every_template_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         p = fagen.load(name, **dict(changes))
         emit(plan(*p))
         emit(plan(*p, debug=True))
+    for removed in ("loads", "pv"):
+        emit(without(plan(*fagen.load("fa3")), removed))
     folder = resource_dir("templates")
     there = {str(path.relative_to(folder)) for path in folder.rglob("*.jinja")}
     assert used == there

@@ -221,6 +221,11 @@ class Instance:
         strips = np.arange(turned.data.shape[0]) // 16 % self.role.count == self.index
         turned.write(raw.data.T, np.broadcast_to(strips[:, None], turned.data.shape), generic=self.name)
 
+    def prefill(self, step: st.Prefill) -> None:
+        """All instances write all of it: the same numbers, whoever comes last."""
+        for slot in self.cta.slots[step.smem]:
+            slot.write(_ordinary(slot.data.shape), generic=self.name)
+
     def load_scale(self, step: st.LoadScale) -> None:
         place = (self.value(step.batch), self.value(step.head))
         self.scalars[step.var] = np.float32(step.constant)
@@ -421,6 +426,13 @@ def _by_warp(rows: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     return rows.reshape(-1, 16 * rows.shape[1]).all(axis=1).repeat(16)
 
 
+@lru_cache(maxsize=16)
+def _ordinary(shape: tuple[int, int]) -> Array:
+    """Numbers as `Prefill` has them: 0.5 to 1 in size, of both signs, exact in every operand type."""
+    rng = np.random.default_rng(0)
+    return np.asarray(rng.choice((-1.0, 1.0), shape) * rng.integers(4, 8, shape) / 8, np.float32)
+
+
 @lru_cache(maxsize=256)
 def _share(shape: tuple[int, int], size: int, threads: int, warps: int, index: int) -> npt.NDArray[np.bool_]:
     """The elements of a tile of `size` bytes that instance `index` copies when a role's threads take 16-byte chunks in turn."""
@@ -433,6 +445,7 @@ def _share(shape: tuple[int, int], size: int, threads: int, warps: int, index: i
 
 _PRIVATE = frozenset(
     (
+        st.Opaque,
         *ladder.PRIVATE,
         *(st.Let, st.Var, st.Set, st.Advance, st.CpCommit, st.StoreOut, st.StoreRow, st.Fill, st.Limits, st.Mask),
         *(st.OnlineSoftmax, st.Pack, st.Rescale, st.LoadScale),
@@ -451,6 +464,8 @@ _ACTIONS: dict[type[st.Step], Callable[[Instance, Any], Blocked | None]] = {
     st.CpWait: Instance.cp_wait,
     st.LoadFrag: Instance.load_frag,
     st.TransposeV: Instance.transpose_v,
+    st.Prefill: Instance.prefill,
+    st.Opaque: lambda instance, step: None,
     st.LoadScale: Instance.load_scale,
     st.StoreOut: Instance.store_out,
     st.StoreRow: Instance.store_row,

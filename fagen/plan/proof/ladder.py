@@ -55,6 +55,16 @@ def _stored(run: Run, line: Line, step: S.Step, issue: int) -> int:
     return end
 
 
+def _prefill(run: Run, line: Line, step: S.Prefill) -> None:
+    """Every line of the role stores a part of every slot. What the slots hold is no tensor's rows: no reader can ask for any."""
+    alone(run, line, step, False)
+    issue = run.event(line, step)
+    end = _stored(run, line, step, issue)
+    for slot in range(run.smem[step.smem].stages):
+        mine = Fill(step, False, 0, None, None, (0, 0), run.writers[line.role.name])
+        shared_fill(run, line, step, (step.smem, slot), mine, issue, end)
+
+
 def _store_part(run: Run, line: Line, step: S.StoreStats | S.StoreFrag) -> None:
     """The instance's own part of a ring that all instances fill: a slot of its own."""
     touch(run, line, step)
@@ -164,6 +174,7 @@ def regions(run: Run) -> Iterator[Failure]:
 
 HANDLERS: dict[type[S.Step], Callable[[Run, Line, Any], None]] = {
     S.Copy: _copy,
+    S.Prefill: _prefill,
     S.StoreStats: _store_part,
     S.StoreFrag: _store_part,
     S.MergeStats: _merge,

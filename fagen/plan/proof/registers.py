@@ -16,6 +16,7 @@ _USES: dict[type[S.Step], Callable[[Any], Uses]] = {
     S.StoreRow: lambda s: ((s.src,), ()),
     S.LoadScale: lambda s: ((), ()),
     S.Fill: lambda s: ((), (s.dst,)),
+    S.Opaque: lambda s: (s.reads, s.changes),
     S.Limits: lambda s: ((), (s.dst,)),
     S.Mask: lambda s: ((s.s, s.limits), (s.s,)),
     S.OnlineSoftmax: lambda s: ((s.s,), (s.s, s.m, s.l)) if s.first else ((s.s, s.m, s.l), (s.s, s.m, s.l, s.alpha)),
@@ -53,6 +54,7 @@ _LADDER_STEPS = (
 )
 REGISTER_STEPS = (
     S.LoadScale,
+    S.Opaque,
     S.Fill,
     S.Limits,
     S.Mask,
