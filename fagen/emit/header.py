@@ -21,6 +21,8 @@ def _lines(plan: Plan, name: str) -> Iterator[str]:
     yield f"Schedule   {_fields(plan.schedule)}"
     if plan.debug:
         yield "Debug build: every wait is bounded, and reports what hung."
+    if plan.trace:
+        yield "Trace build: each role instance notes when it comes from one step to the next."
     for k in plan.kernels:
         yield ""
         yield from _kernel(k)

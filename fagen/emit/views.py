@@ -12,7 +12,7 @@ from ..plan.counts import copy_loads, scarce
 from ..plan.expr import Expr, as_expr, sym
 from ..plan.kernel import KernelPlan
 from ..plan.layout import ACC64, LAYOUTS
-from . import debug, views_ladder
+from . import debug, trace, views_ladder
 from .templates import Helpers, View, path
 
 PACK = {"bf16": ("pack_bf16", "bf16x2"), "fp16": ("pack_f16", "f16x2")}
@@ -474,4 +474,5 @@ _VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {
     st.Finalise: _finalise,
     **views_ladder.VIEWS,
     **debug.VIEWS,
+    **trace.VIEWS,
 }
