@@ -11,7 +11,7 @@ import ctypes
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from operator import itemgetter
 
 from . import driver
@@ -122,8 +122,8 @@ def picker(indices: list[int]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:
 class BoundCall:
     """A plan bound to sizes and strides on one device; `run` launches it for given addresses. Safe to use from many threads.
 
-    `functions`: handles of the plan's kernels, in order. `pool`: None if the plan has no workspace. `debug`: device address of the
-    debug record, 0 without one. `user`: the kernel's number in the pool.
+    `functions`: handles of the plan's kernels, in order. `pool`: None if no workspace comes from it. `own`: device addresses of the
+    workspaces that do not, by name. `user`: the kernel's number in the pool.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class BoundCall:
         device: int,
         functions: tuple[int, ...],
         pool: Workspaces | None,
-        debug: int = 0,
+        own: Mapping[str, int] | None = None,
         user: int = 0,
     ):
         self.device = device
@@ -141,12 +141,13 @@ class BoundCall:
         self.out_shape, self.lse_shape = output_shapes(plan.attention, launch.problem).values()
         self._context = driver.primary_context(device)
         self._pool, self._user = pool, user
-        self._requests: tuple[Request, ...] = tuple(w for w in launch.workspaces if w[0] != "debug")
-        self._debug = (debug,) if debug else ()
+        own = own or {}
+        self._requests: tuple[Request, ...] = tuple(w for w in launch.workspaces if w[0] not in own)
+        self._own = tuple(own.values())
         self._no_keys = launch.problem.sk == 0
         self._scaled = plan.attention.dtype == "e4m3"
         scales = DESCALES if self._scaled else ()
-        names = TENSORS + scales + tuple(w[0] for w in self._requests) + (("debug",) if debug else ())
+        names = TENSORS + scales + tuple(w[0] for w in self._requests) + tuple(own)
         arguments = [KernelArguments(kernel, bound, names) for kernel, bound in zip(plan.kernels, launch.kernels)]
         self._kernels = list(zip(functions, arguments))
         self._lock = threading.Lock()  # the argument buffers are shared by all callers
@@ -184,7 +185,7 @@ class BoundCall:
             self._launch(values + self._pool.pointers(self._requests, stream, self._user), numbers, stream)
 
     def _launch(self, values: tuple[int, ...], numbers: tuple[float, ...], stream: int) -> None:
-        values += self._debug
+        values += self._own
         with self._lock:
             for function, a in self._kernels:
                 a.write(values, numbers)

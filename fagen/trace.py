@@ -6,13 +6,13 @@ is in flight from the mark of its issue to that of the `MmaWait` that names its 
 first one of a `Wait` for its barrier. So the marks tell everything; `fagen.explore.trace` reads them.
 
 Reading a clock is a place that ptxas moves no instruction across: a trace shows the program in the order in which it is written, also
-where the normal build has waits moved up in front of arithmetic (the fault early-wait of its report). Nothing spills: a trace build
-keeps the promises of a normal one.
+where the normal build has waits moved up in front of arithmetic (the fault early-wait of its report). The roles get no more registers
+than in the normal build; the largest tiles spill a little (at most `SPILL_BYTES`), which the report tells.
 
-The buffer, in 32-bit words; a lane is a role instance of a recorded CTA, of which there are `lanes`
-  2 · events · lanes   the marks: the n-th of lane i is pair n · lanes + i: low word of the clock, code << ARGUMENT_BITS | argument
-  8 · lanes            of lane i: global timer (low, high), clock and SM number at its start; timer (low, high), clock, place at its end
-The place is the index of the next pair; where no room was left, lane + events · lanes + the number of marks dropped.
+The buffer, in 32-bit words, E = `TRACE_EVENTS`; a lane is a role instance of one of the `TRACE_CTAS` CTAs from `trace_first` on, L lanes
+  2 · E · L   the marks: the n-th of lane i is pair n · L + i: low word of the clock, code << ARGUMENT_BITS | argument
+  8 · L       of lane i at its start: global timer (low, high), clock, SM number; at its end: timer (low, high), clock, marks made
+Marks past the E-th are counted and not kept.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from .errors import InternalError
 from .plan import steps as st
 from .plan.expr import Expr, as_expr, sym
 from .plan.kernel import KernelPlan
+
+SPILL_BYTES = 32
+"""What `compile.build` allows a trace build (`allow_spill_bytes`): most do not spill at all."""
 
 CODE_BITS, ARGUMENT_BITS = 10, 22
 """Of a mark's second word."""
@@ -52,7 +55,6 @@ SILENT = (
     *(st.Advance, st.CpCommit, st.ProxyFence, st.ClaimTile, st.PutTile, st.GetTile, st.ResetCounter, st.Break),
 )
 """Steps of a few instructions: their time goes to what comes after them, or to the run of steps in which they stand."""
-
 
 
 def kind_of(step: st.Step) -> str | None:

@@ -36,6 +36,7 @@ COMPILERS = 4
 @need.shape_option
 @need.ablate_option
 @click.option("--debug", is_flag=True, help="Bounded waits that name what hung: NAME.debug.cu and so on.")
+@click.option("--trace", is_flag=True, help="Marks that `fagen trace` reads: NAME.trace.cu and so on, beside the normal build.")
 @common.json_option
 def command(
     schedules: tuple[str, ...],
@@ -47,6 +48,7 @@ def command(
     shapes: tuple[str, ...],
     ablate: bool,
     debug: bool,
+    trace: bool,
     as_json: bool,
 ) -> None:
     """Compile each SCHEDULE and write NAME.cu, NAME.cubin and NAME.json; NAME is the file's stem and what --set changed.
@@ -62,9 +64,13 @@ def command(
         items = need.distinct(need.needed(schedules, settings, causal or None, grid, shapes, ablate))
     else:
         items = common.select(schedules, settings, causal, variants)
-    plans = [common.planned(i, debug=debug) for i in items]  # an illegal one is refused before anything is written
-    sources = [emit(p, common.built_name(i, debug)) for p, i in zip(plans, items)]
-    with common.Progress("compiling", len(items)) as progress, ThreadPoolExecutor(min(COMPILERS, len(items))) as compilers:
+    if debug and trace:
+        raise InputError("--trace", "given beside --debug, whose delays would be what one sees; one of them is enough")
+    kinds = [(False, False), (False, True)] if trace else [(debug, False)]
+    wanted = [(i, d, t) for i in items for d, t in kinds]
+    plans = [common.planned(i, debug=d, trace=t) for i, d, t in wanted]  # an illegal one is refused before anything is written
+    sources = [emit(p, common.built_name(*w)) for p, w in zip(plans, wanted)]
+    with common.Progress("compiling", len(wanted)) as progress, ThreadPoolExecutor(min(COMPILERS, len(wanted))) as compilers:
         done = []
         for outcome in compilers.map(lambda job: _build(*job), zip(plans, sources)):
             done.append(outcome)
