@@ -27,7 +27,7 @@ from ...oracle import CheckProblem, make_case
 from ...plan.kernel import Problem
 from ..roofline import contiguous
 from ..timing import Interval, Sample, Task, burst, interval, launches_for
-from .read import KernelTrace, read
+from .reader import KernelTrace, read
 
 TASK = "fagen.explore.trace.run:serve"
 PREPARE_SECONDS = 120.0

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
-from .read import CtaTrace, KernelTrace, Span
+from .reader import CtaTrace, KernelTrace, Span
 
 COLOURS = {
     "load": ("#2a9d8f", "issuing loads"),
@@ -76,7 +76,8 @@ def _rows(p: Panel) -> Iterator[tuple[str, Sequence[Span], int]]:
         yield lane.name, lane.spans, LANE
         for track in p.cta.products:
             if track.lane == i:
-                yield track.name.rpartition(": ")[2], track.spans, TRACK
+                what = track.spans[0].name if track.spans else "product"
+                yield f"{what} → {track.name.rpartition(': ')[2]}", track.spans, TRACK
         for track in p.cta.loads:
             if track.lane == i:
                 yield track.name, track.spans, TRACK

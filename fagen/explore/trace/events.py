@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from .read import CtaTrace, KernelTrace, Span
+from .reader import CtaTrace, KernelTrace, Span
 
 Event = dict[str, Any]
 

@@ -130,7 +130,7 @@ def _timer(words: Words) -> int:
 
 def _rate(kernel: KernelPlan, headers: Words) -> float:
     """Cycles per µs, by the lane that ran longest."""
-    ns, cycles = max((_timer(h[4:6]) - _timer(h[0:2]), int(h[6] - h[2])) for of_cta in headers for h in of_cta)
+    ns, cycles = max((_timer(h[4:6]) - _timer(h[0:2]), (int(h[6]) - int(h[2])) & 0xFFFFFFFF) for of_cta in headers for h in of_cta)
     if ns < LEAST_NS:
         raise InputError(
             "words", f"kernel {kernel.name} ran for {ns} ns, too short to tell its clock rate ({LEAST_NS} ns): a larger problem"
@@ -263,5 +263,10 @@ def _until(span: Span, end: int) -> Span:
 
 
 def _title(mark: Mark) -> str:
-    """A short name: the last step's own."""
-    return mark.group[-1].id.rpartition(".")[2] if mark.group else "tile"
+    """A short name: the last step's own, without the number of its repetition."""
+    if not mark.group:
+        return "tile"
+    step = mark.group[-1]
+    if isinstance(step, st.MmaWait):
+        return "wait_" + "_".join(step.ready)
+    return next(part for part in reversed(step.id.split(".")) if not part.isdigit())

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .read import CtaTrace, KernelTrace, Lane, Span
+from .reader import CtaTrace, KernelTrace, Lane, Span
 
 Intervals = list[tuple[int, int]]
 
@@ -68,7 +68,8 @@ def measure(trace: KernelTrace) -> Measured:
                 softmax[lane.name][k] += part
             for span in lane.spans:
                 time[lane.role][span.what] += max(0, min(span.end, end) - span.start)
-            tiles += [t.cycles for t in lane.tiles[:-1] if t.end <= end] if _computes(lane) else []
+            whole = lane.tiles[:-1] if lane.dropped else lane.tiles
+            tiles += [t.cycles for t in whole if t.end <= end] if _computes(lane) else []
         flying = union(_clip((s for t in cta.loads for s in t.spans), end))
         work = union([*(x for spans in own.values() for x in spans), *_work(cta, end)])
         loads[0] += length(flying)
