@@ -36,7 +36,8 @@ SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
     "uniform": ("fa3", {"roles": "uniform", "overlap": "within", "tile_kv": 96}),
     "stale, fused": (
         "fa3",
-        dict(head_dim=64, reference="stale", consumers=3, tile_q=192, tile_kv=96, fuse_tiles=True, overlap="within", stages=4),
+        {"head_dim": 64, "reference": "stale", "consumers": 3, "tile_q": 192, "tile_kv": 96, "stages": 4}
+        | {"fuse_tiles": True, "overlap": "within"},
     ),
     "fa3_fp8": ("fa3_fp8", {}),
     "fa2": ("fa2", {"head_dim": 64}),
