@@ -175,7 +175,7 @@ class Kernel:
                     arrays[name], keep = framework.describe(name, given[name], handle)
                     alive.append(keep)
             if not problem.empty:
-                bound = self._bind(device, problem, strides, _scale_strides(arrays), handle)
+                bound = self.bind(device, problem, strides, _scale_strides(arrays), handle)
                 scale_pointers = tuple(arrays[n].ptr if n in arrays else 0 for n in DESCALES)
                 bound.run(tuple(arrays[n].ptr for n in TENSORS), handle, scale_pointers, numbers)
                 framework.finish(handle)
@@ -204,7 +204,7 @@ class Kernel:
         device = driver.current_device()
         stream = driver.own_stream(device) if stream is None else stream
         with driver.use_device(device), host.Staging(stream) as staging:
-            bound = self._bind(device, problem, strides, _scale_strides(arrays), stream)
+            bound = self.bind(device, problem, strides, _scale_strides(arrays), stream)
             pointers = [staging.upload(given[n], pad=True) for n in "qkv"] + [
                 staging.alloc(given[n].nbytes) for n in ("out", "lse")
             ]
@@ -235,10 +235,11 @@ class Kernel:
         with self._setup:
             _bounded_insert(self._torch_calls, key, bound)
 
-    def _bind(
+    def bind(
         self, device: int, problem: Problem, strides: Strides, scale_strides: dict[str, tuple[int, int]], stream: int
     ) -> BoundCall:
-        """The bound call for these sizes and strides. Needs the device's context to be current."""
+        """The call for these sizes and strides (over batch, seq and head, in elements; of descales that are arrays, over batch and head), to
+        be run on addresses: what `__call__` does once it has read the tensors. Needs the device's context to be current."""
         key = (device, problem, *sorted(strides.items()), *sorted(scale_strides.items()))
         bound = self._bound.get(key)
         if bound is None:

@@ -246,7 +246,7 @@ def _measured(m: dict[str, Any], named: bool) -> list[str | Table]:
         )
     if m["tile_cycles"]:
         least, mean, most = m["tile_cycles"]
-        lines.append(f"  a tile takes {mean:.0f} cycles, {mean / clock:.2f} µs ({least} to {most}; {m['tiles']} tiles)")
+        lines.append(f"  a tile takes a role {mean:.0f} cycles, {mean / clock:.2f} µs ({least} to {most}; {m['tiles']} measured)")
     table = Table("role", "time", title_justify="left")
     for role, shares in m["time"].items():
         ordered = sorted(shares.items(), key=lambda x: -x[1])

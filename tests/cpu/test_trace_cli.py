@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from fake_cuda import FakeCuda, InProcess, array_interface, attention_kernel, install, read_arguments
+from fake_cuda import FakeCuda, InProcess, attention_kernel, install, read_arguments
 from trace_source import simulated
 
 import fagen
@@ -48,8 +48,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> FakeCuda:
     """A GPU of two SMs that runs those kernels: it knows each by its cubin."""
     fake = install(monkeypatch)
-    monkeypatch.setattr("fagen.driver.pointer_device", lambda ptr: 0)
-    monkeypatch.setattr("fagen.interop.dlpack._view", array_interface)
     monkeypatch.setattr(check_gpu_module.guard, "Watched", InProcess)
     monkeypatch.setattr("fagen.explore.trace.run.ROUNDS", 4)
     monkeypatch.setattr("fagen.explore.trace.run.burst", quick_burst)
