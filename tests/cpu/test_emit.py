@@ -260,6 +260,7 @@ def test_every_template_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         p = fagen.load(name, **dict(changes))
         emit(plan(*p))
         emit(plan(*p, debug=True))
+        emit(plan(*p, trace=True))
     folder = resource_dir("templates")
     there = {str(path.relative_to(folder)) for path in folder.rglob("*.jinja")}
     assert used == there
