@@ -153,7 +153,7 @@ class _Marker:
             group=tuple(group),
             argument=sym(variable) if variable else as_expr(0),
             variable=variable,
-            of_last_tile=any(s.startswith("old_") for step in group for s in _symbols(step)),
+            of_last_tile=any(map(_of_last_tile, group)),
         )
 
 
@@ -161,8 +161,9 @@ def _alone(step: st.Step, kind: str) -> bool:
     return kind.startswith("wait") or kind == "issue" or isinstance(step, st.TmaLoad)
 
 
-def _symbols(step: st.Step) -> frozenset[str]:
-    """Of a step's own expressions, those of its operands included."""
+def _of_last_tile(step: st.Step) -> bool:
+    """Fused tiles: the step works on what was kept of the tile before, variables named old_… and statistics named …_old."""
     values = list(st.step_fields(step).values())
     values += [x for v in values if isinstance(v, st.Slot) for x in (v.holds, v.head, v.batch)]
-    return frozenset().union(*(v.symbols() for v in values if isinstance(v, Expr)))
+    symbols = frozenset().union(*(v.symbols() for v in values if isinstance(v, Expr)))
+    return any(s.startswith("old_") for s in symbols) or any(isinstance(v, str) and v.endswith("_old") for v in values)
