@@ -171,7 +171,10 @@ def _write(output: str, svg: str | None, run: Run, facts: dict[str, Any], titles
     from ..explore.trace import panel, perfetto, picture
 
     traces = [(title, kernel) for title, traced in zip(titles, run.traced) for kernel in traced.kernels]
-    Path(output).write_text(json.dumps(perfetto(traces, facts), ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
+    text = json.dumps(
+        perfetto(traces, facts), ensure_ascii=False, allow_nan=False, separators=(",", ":")
+    )  # long sequences: 10^5 events
+    Path(output).write_text(text + "\n", encoding="utf-8")
     if svg is not None:
         measured = [m for k in facts["kernels"] for m in k["traces"]]
         about = f"{facts['problem']} on {facts['gpu']}"
