@@ -19,16 +19,19 @@ from .schedule import Schedule
 Array = npt.NDArray[Any]
 
 
-def compile(attention: Attention, schedule: Schedule, *, debug: bool = False, allow_spill_bytes: int = 0) -> Kernel:
+def compile(
+    attention: Attention, schedule: Schedule, *, debug: bool = False, trace: bool = False, allow_spill_bytes: int = 0
+) -> Kernel:
     """A callable kernel: plan, emit and compile (by NVRTC, through the disk cache). Needs no GPU before it is called.
 
-    `debug`: every wait is bounded; one that runs out traps and leaves a record of who waited for what. `allow_spill_bytes`: spills
-    tolerated per thread, for schedules that are being explored.
+    `debug`: every wait is bounded; one that runs out traps and leaves a record of who waited for what. `trace`: role instances note when
+    they come from one step to the next (`Kernel.trace_words`, read by `fagen.explore.trace`). `allow_spill_bytes`: spills tolerated per
+    thread, for schedules that are being explored.
 
     The kernel has `.plan`, `.source` (the CUDA text), `.cubin` and `.report`. Raises ScheduleError where the pair is not legal,
     CompileError where the compiler's result breaks a promise of the plan, or there is no compiler.
     """
-    planned = plan(attention, schedule, debug=debug)
+    planned = plan(attention, schedule, debug=debug, trace=trace)
     built = build(planned, emit(planned), allow_spill_bytes=allow_spill_bytes)
     return Kernel(built.plan, built.source.text, built.cubin, built.report)
 

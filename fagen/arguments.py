@@ -11,7 +11,7 @@ import ctypes
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from operator import itemgetter
 
@@ -147,8 +147,8 @@ class Buffers:
 class BoundCall:
     """A plan bound to sizes and strides on one device; `run` launches it for given addresses. Safe to use from many threads.
 
-    `functions`: handles of the plan's kernels, in order. `pool`: None if the plan has no workspace. `debug`: device address of the
-    debug record, 0 without one. `user`: the kernel's number in the pool.
+    `functions`: handles of the plan's kernels, in order. `pool`: None if no workspace comes from it. `own`: device addresses of the
+    workspaces that do not, by name. `user`: the kernel's number in the pool.
 
     There are two sets of argument buffers, used in turn: a loop that keeps its last output while it allocates the next one alternates
     between two addresses, and then nothing needs to be written.
@@ -161,7 +161,7 @@ class BoundCall:
         device: int,
         functions: tuple[int, ...],
         pool: Workspaces | None,
-        debug: int = 0,
+        own: Mapping[str, int] | None = None,
         user: int = 0,
     ):
         self.device = device
@@ -173,13 +173,14 @@ class BoundCall:
         self._context = driver.primary_context(device)
         self._context_object = driver.api().CUcontext(self._context)
         self._get_current = driver.api().cuCtxGetCurrent
-        requests: tuple[Request, ...] = tuple(w for w in launch.workspaces if w[0] != "debug")
+        own = own or {}
+        requests: tuple[Request, ...] = tuple(w for w in launch.workspaces if w[0] not in own)
         self._pool, self._use = pool, Use(user, requests)
-        self._debug = (debug,) if debug else ()
+        self._own = tuple(own.values())
         self._no_keys = launch.problem.sk == 0
         self._scaled = plan.attention.dtype == "e4m3"
         scales = DESCALES if self._scaled else ()
-        names = TENSORS + scales + tuple(w[0] for w in requests) + (("debug",) if debug else ())
+        names = TENSORS + scales + tuple(w[0] for w in requests) + tuple(own)
         self._make = partial(_buffers, plan, launch, functions, names)
         self._latest = self._make()
         self._other: Buffers | None = None
@@ -235,7 +236,7 @@ class BoundCall:
         buffers.values = None  # should this fail halfway
         if (values[0] | values[1] | values[2] | values[3]) & 15 or values[4] & 3:
             check_pointers(**dict(zip(TENSORS, values)))
-        used = values + self._debug
+        used = values + self._own
         if self._scaled:
             check_pointers(**dict(zip(DESCALES, values[len(TENSORS) :])))
         if self._no_keys:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import cache, debug, nvrtc, sass
+from . import cache, debug, nvrtc, sass, trace
 from .attention import Attention
 from .emit import Source
 from .errors import CompileError, FagenError, InputError
@@ -48,6 +48,8 @@ def build(plan: Plan, source: Source, *, allow_spill_bytes: int = 0, use_cache: 
     """
     if plan.debug:
         allow_spill_bytes = max(allow_spill_bytes, debug.SPILL_BYTES)
+    if plan.trace:
+        allow_spill_bytes = max(allow_spill_bytes, trace.SPILL_BYTES)
     ids = frozenset(step.id for kernel in plan.kernels for role in kernel.roles for step in walk(role.body))
     compiled, code = _cached(source, ids) if use_cache else _fresh(source, ids)
     report = _report(plan, source, compiled, code)
@@ -148,7 +150,7 @@ def load_built(directory: str | Path, name: str, removed: str = "") -> Built:
         attention, schedule = Attention.from_dict(record["attention"]), Schedule.from_dict(record["schedule"])
         report = CompileReport.from_dict(record["report"])
         code, machine, interface, is_debug = (record[k] for k in ("code_sha256", "cubin_sha256", "interface_sha256", "debug"))
-        planned = plan(attention, schedule, debug=bool(is_debug))
+        planned = plan(attention, schedule, debug=bool(is_debug), trace=bool(record.get("trace", False)))
         if removed:
             planned = without(planned, removed)
     except (KeyError, TypeError, ValueError, AttributeError, FagenError) as e:
@@ -182,6 +184,7 @@ def _record_text(record: dict[str, Any], built: Built) -> bytes:
         "attention": built.plan.attention.to_dict(),
         "schedule": built.plan.schedule.to_dict(),
         "debug": built.plan.debug,
+        **({"trace": True} if built.plan.trace else {}),
         "code_sha256": code,
         "cubin_sha256": hashlib.sha256(built.cubin).hexdigest(),
         "interface_sha256": _interface_sha256(built.plan),
@@ -189,7 +192,7 @@ def _record_text(record: dict[str, Any], built: Built) -> bytes:
     }
     if built.plan.without:
         fresh["without"] = built.plan.without
-    kept = {k: v for k, v in record.items() if k not in (*fresh, "without")}
+    kept = {k: v for k, v in record.items() if k not in (*fresh, "trace", "without")}
     evidence = kept.get("evidence")
     if isinstance(evidence, dict):
         evidence.pop("stale", None)

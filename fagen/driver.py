@@ -243,6 +243,26 @@ def capture_id(stream: int) -> int:
     return int(number) if status != 0 else 0
 
 
+def event_create() -> int:
+    """An event of the current context that takes the time."""
+    return int(_call("cuEventCreate", api().CUevent_flags.CU_EVENT_DEFAULT))
+
+
+def event_record(event: int, stream: int) -> None:
+    """Note the time when the stream gets here."""
+    _call("cuEventRecord", event, stream)
+
+
+def event_milliseconds(start: int, end: int) -> float:
+    """Between two events, after waiting for the second."""
+    _call("cuEventSynchronize", end)
+    return float(_call("cuEventElapsedTime", start, end))
+
+
+def event_destroy(event: int) -> None:
+    _call("cuEventDestroy", event)
+
+
 # modules, functions, launches --------------------------------------------------------------------------------------------
 
 

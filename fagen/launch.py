@@ -9,16 +9,16 @@ synchronisation, so it can be captured in a CUDA graph on any stream once a firs
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import threading
 from typing import Any
 
 from . import descales, driver
 from .arguments import ONES, TENSORS, BoundCall
-from .errors import InputError, InternalError, LaunchError
+from .errors import InputError, LaunchError
 from .interop import Array, check, framework_of, output_shapes, stream_handle
-from .plan.kernel import DESCALES, Launch, Plan, Problem
+from .plan.kernel import DESCALES, Plan, Problem
+from .records import Records, is_own
 from .torch_calls import Key, ReadyCall, Scales, TorchCalls, key_of
 from .workspace import new_user, workspaces
 
@@ -65,7 +65,8 @@ class Kernel:
         self._user = new_user()
         self._setup = threading.Lock()
         self._loaded: dict[int, tuple[int, tuple[int, ...]]] = {}  # device → module, functions in the plan's order
-        self._debug: dict[int, tuple[int, int, int]] = {}  # device → host address, device address, bytes
+        self._trace_first = 0
+        self._records = Records(plan)
         self._bound: dict[Any, BoundCall] = {}
         self._torch_calls = TorchCalls(MAX_BOUND_CALLS)
 
@@ -131,7 +132,7 @@ class Kernel:
                     arrays[name], keep = framework.describe(name, given[name], handle)
                     alive.append(keep)
             if not problem.empty:
-                bound = self._bind(device, problem, strides, _scale_strides(arrays), handle)
+                bound = self.bind(device, problem, strides, _scale_strides(arrays), handle)
                 scale_pointers = tuple(arrays[n].ptr if n in arrays else 0 for n in DESCALES)
                 bound.run(tuple(arrays[n].ptr for n in TENSORS), handle, scale_pointers, numbers)
                 framework.finish(handle)
@@ -162,7 +163,7 @@ class Kernel:
         device = driver.current_device()
         stream = driver.own_stream(device) if stream is None else stream
         with driver.use_device(device), host.Staging(stream) as staging:
-            bound = self._bind(device, problem, strides, _scale_strides(arrays), stream)
+            bound = self.bind(device, problem, strides, _scale_strides(arrays), stream)
             pointers = [staging.upload(given[n], pad=True) for n in "qkv"] + [
                 staging.alloc(given[n].nbytes) for n in ("out", "lse")
             ]
@@ -190,21 +191,21 @@ class Kernel:
         """What is remembered of the calls of a kind with torch tensors (see `torch_calls.key_of`); None before the first one."""
         return self._torch_calls.get(key)
 
-    def _bind(
+    def bind(
         self, device: int, problem: Problem, strides: Strides, scale_strides: dict[str, tuple[int, int]], stream: int
     ) -> BoundCall:
-        """The bound call for these sizes and strides. Needs the device's context to be current."""
+        """The call for these sizes and strides (over batch, seq and head, in elements; of descales that are arrays, over batch and head), to
+        be run on addresses: what `__call__` does once it has read the tensors. Needs the device's context to be current."""
         key = (device, problem, *sorted(strides.items()), *sorted(scale_strides.items()))
         bound = self._bound.get(key)
         if bound is None:
             with self._setup:
                 functions = self._load(device, stream)
-                launch = self.plan.bind(problem, strides, driver.device_info(device).num_sms, self._seed, scale_strides)
-                needs_pool = any(name != "debug" for name, _, _ in launch.workspaces)
-                debug = self._debug_address(device, launch) if self.plan.debug else 0
-                bound = BoundCall(
-                    self.plan, launch, device, functions, workspaces(device) if needs_pool else None, debug, self._user
-                )
+                sms = driver.device_info(device).num_sms
+                launch = self.plan.bind(problem, strides, sms, self._seed, scale_strides, self._trace_first)
+                pool = workspaces(device) if self._needs_pool else None
+                own = self._records.addresses(device, launch)
+                bound = BoundCall(self.plan, launch, device, functions, pool, own, self._user)
                 while len(self._bound) >= MAX_BOUND_CALLS:
                     self._bound.pop(next(iter(self._bound))).retired = True
                 self._bound[key] = bound
@@ -241,17 +242,21 @@ class Kernel:
         ran on (kernels share it; the next call of one allocates again) and for the CUDA graphs that captured it. The next call loads
         the kernel again; those graphs must not be replayed any more, and it must not be called meanwhile."""
         with self._setup:
-            needs_pool = any(w.name != "debug" for w in self.plan.workspaces)
             self._forget_bound()
             while self._loaded:
                 device, (module, _) = self._loaded.popitem()
                 with driver.use_device(device):
                     driver.synchronize()
-                    if needs_pool:
+                    if self._needs_pool:
                         workspaces(device).release(self._user)
+                    self._records.free(device)
                     driver.module_unload(module)
 
-    # debug builds ------------------------------------------------------------------------------------------------------
+    @property
+    def _needs_pool(self) -> bool:
+        return not all(is_own(w.name) for w in self.plan.workspaces)
+
+    # debug and trace builds --------------------------------------------------------------------------------------------
 
     @property
     def seed(self) -> int:
@@ -272,24 +277,30 @@ class Kernel:
         """
         if not self.plan.debug:
             raise LaunchError(f"{self!r} is not a debug build, so it keeps no debug record")
-        if device is None and len(self._debug) == 1:
-            (device,) = self._debug
-        if device not in self._debug:
-            raise LaunchError(f"{self!r} has debug records of the devices {sorted(self._debug)}, not of {device}")
-        host, _, nbytes = self._debug[device]
-        return tuple((ctypes.c_uint32 * (nbytes // 4)).from_address(host))
+        return self._records.debug_words(device)
 
-    def _debug_address(self, device: int, launch: Launch) -> int:
-        """Device address of the record on a device, made at first use."""
-        nbytes = sum(size for name, size, _ in launch.workspaces if name == "debug")
-        if device not in self._debug:
-            host, address = driver.host_alloc(nbytes)
-            ctypes.memset(host, 0, nbytes)
-            self._debug[device] = host, address, nbytes
-        _, address, room = self._debug[device]
-        if room < nbytes:
-            raise InternalError(f"the debug record grew from {room} to {nbytes} bytes; its size must not depend on the call")
-        return address
+    @property
+    def trace_first(self) -> int:
+        """The first CTA that a trace build records (the scalar `trace_first` of `Plan.bind`); other builds ignore it."""
+        return self._trace_first
+
+    @trace_first.setter
+    def trace_first(self, value: int) -> None:
+        with self._setup:
+            self._trace_first = value
+            self._forget_bound()
+
+    def trace_words(self, device: int | None = None) -> dict[str, Any]:
+        """What the last launch of a trace build noted, on `device` (default: the only one it ran on): by kernel the 32-bit words of its
+        buffer, a NumPy array (for `fagen.explore.trace`). Wait for the launch first.
+
+        LaunchError: not a trace build, or it has not run there.
+        """
+        if not self.plan.trace:
+            raise LaunchError(f"{self!r} is not a trace build, so it keeps no trace")
+        where = device if device is not None else next(iter(self._loaded), driver.current_device())
+        with driver.use_device(where):
+            return self._records.trace_words(device)
 
     def _forget_bound(self) -> None:
         while self._bound:

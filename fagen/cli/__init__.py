@@ -23,6 +23,7 @@ COMMANDS = {
     "run": "Run a kernel on the tensors of an .npz file.",
     "bench": "Time schedules beside cuDNN and FlashAttention 2 and 3.",
     "tune": "Find the fastest schedule for some sizes.",
+    "trace": "What each warp role does when: a timeline from inside the kernel.",
     "explain": "Loop nest, memory and registers of a kernel, and what binds it.",
     "diff": "Knobs, programs, code and instructions of two schedules side by side.",
     "prove": "Prove a kernel's synchronisation for every trip count that matters.",

@@ -42,6 +42,7 @@ COMPILERS = 4
     help="Beside each kernel what is left of it without softmax, loads, P·V and idle SMs, for `fagen explain --measure --from`.",
 )
 @click.option("--debug", is_flag=True, help="Bounded waits that name what hung: NAME.debug.cu and so on.")
+@click.option("--trace", is_flag=True, help="Marks that `fagen trace` reads: NAME.trace.cu and so on, beside the normal build.")
 @common.json_option
 def command(
     schedules: tuple[str, ...],
@@ -54,6 +55,7 @@ def command(
     ablate: bool,
     removals: bool,
     debug: bool,
+    trace: bool,
     as_json: bool,
 ) -> None:
     """Compile each SCHEDULE and write NAME.cu, NAME.cubin and NAME.json; NAME is the file's stem and what --set changed.
@@ -69,9 +71,16 @@ def command(
         items = need.distinct(need.needed(schedules, settings, causal or None, grid, shapes, ablate))
     else:
         items = common.select(schedules, settings, causal, variants)
-    if removals and debug:
-        raise InputError("--removals", "given beside --debug; what is timed is no debug build")
-    jobs = [(common.planned(i, debug=debug), common.built_name(i, debug)) for i in items]  # an illegal one is refused first
+    if debug and trace:
+        raise InputError("--trace", "given beside --debug, whose delays would be what one sees; one of them is enough")
+    if removals and (debug or trace):
+        kind = "debug" if debug else "trace"
+        raise InputError("--removals", f"given beside --{kind}; what is timed is no {kind} build")
+    kinds = [(False, False), (False, True)] if trace else [(debug, False)]
+    wanted = [(i, d, t) for i in items for d, t in kinds]
+    jobs = [
+        (common.planned(i, debug=d, trace=t), common.built_name(i, d, t)) for i, d, t in wanted
+    ]  # an illegal one is refused first
     if removals:
         jobs = [job for plan, name in jobs for job in ((plan, name), *_removals(plan, name))]
     plans, sources = [plan for plan, _ in jobs], [emit(plan, name) for plan, name in jobs]

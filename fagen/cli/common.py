@@ -142,12 +142,12 @@ def _tell_tiles(item: Selected, before: Schedule, changes: dict[str, Any]) -> No
         note(f"{item.stem} at head_dim {item.attention.head_dim} takes the file's {fields}")
 
 
-def planned(item: Selected, *, debug: bool = False) -> Plan:
+def planned(item: Selected, *, debug: bool = False, trace: bool = False) -> Plan:
     """The proven plan; Refused, naming the kernel, where it is not legal."""
     from ..plan import plan
 
     with refusing(item):
-        return plan(item.attention, item.schedule, debug=debug)
+        return plan(item.attention, item.schedule, debug=debug, trace=trace)
 
 
 @contextmanager
@@ -160,27 +160,28 @@ def refusing(item: Selected) -> Iterator[None]:
         raise Refused(f"{item.stem} ({item.attention.label}) is not legal:\n{lines}") from e
 
 
-def built_name(item: Selected, debug: bool = False) -> str:
+def built_name(item: Selected, debug: bool = False, trace: bool = False) -> str:
     """Name of the kernel's files."""
-    return f"{item.name}.debug" if debug else item.name
+    return f"{item.name}.debug" if debug else f"{item.name}.trace" if trace else item.name
 
 
-def built(item: Selected, *, debug: bool = False, folder: str | None = None) -> Built:
+def built(item: Selected, *, debug: bool = False, trace: bool = False, folder: str | None = None) -> Built:
     """The compiled kernel: from `folder` (as `fagen build` wrote it; no compiler is needed), or by NVRTC through the cache."""
     from ..compile import build, load_built
     from ..emit import emit
 
-    name = built_name(item, debug)
+    name = built_name(item, debug, trace)
     if folder is None:
-        plan = planned(item, debug=debug)
+        plan = planned(item, debug=debug, trace=trace)
         return build(plan, emit(plan, name))
     ready = load_built(folder, name)
     for mine, its in ((item.attention, ready.plan.attention), (item.schedule, ready.plan.schedule)):
         if mine != its:
             fields = ", ".join(f"{n}={b} (wanted {a})" for n, (a, b) in mine.diff(its).items())
             raise InputError(str(Path(folder) / f"{name}.json"), f"was built for {fields}; build it again")
-    if ready.plan.debug != debug:
-        raise InputError(str(Path(folder) / f"{name}.json"), f"is {'' if ready.plan.debug else 'not '}a debug build")
+    for kind, wanted, has in (("debug", debug, ready.plan.debug), ("trace", trace, ready.plan.trace)):
+        if has != wanted:
+            raise InputError(str(Path(folder) / f"{name}.json"), f"is {'' if has else 'not '}a {kind} build")
     return ready
 
 

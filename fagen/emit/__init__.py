@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..plan.kernel import KernelPlan, Plan
-from . import debug, header
+from . import debug, header, trace
 from .roles import branches, not_directive
 from .templates import Helpers, View, environment
 
@@ -39,6 +39,8 @@ def emit(plan: Plan, name: str | None = None) -> Source:
     helpers = Helpers()
     if plan.debug:
         kernels = [_kernel(debug.instrument(k, i), helpers, debug.prologue(k, helpers)) for i, k in enumerate(plan.kernels)]
+    elif plan.trace:
+        kernels = [_kernel(trace.instrument(k), helpers) for k in plan.kernels]
     else:
         kernels = [_kernel(k, helpers) for k in plan.kernels]
     text = _render(

@@ -23,6 +23,8 @@ def _lines(plan: Plan, name: str) -> Iterator[str]:
         yield "Debug build: every wait is bounded, and reports what hung."
     if plan.without:
         yield f"Without {plan.without}: what it writes is wrong. It is timed beside the whole kernel, to see what {plan.without} takes."
+    if plan.trace:
+        yield "Trace build: each role instance notes when it comes from one step to the next."
     for k in plan.kernels:
         yield ""
         yield from _kernel(k)

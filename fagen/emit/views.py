@@ -12,7 +12,7 @@ from ..plan.counts import copy_loads, scarce
 from ..plan.expr import Expr, as_expr, sym
 from ..plan.kernel import KernelPlan
 from ..plan.layout import ACC64, LAYOUTS
-from . import debug, views_ladder, views_removal
+from . import debug, trace, views_ladder, views_removal
 from .templates import Helpers, View, path
 
 PACK = {"bf16": ("pack_bf16", "bf16x2"), "fp16": ("pack_f16", "f16x2")}
@@ -470,4 +470,5 @@ _VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {
     **views_ladder.VIEWS,
     **views_removal.VIEWS,
     **debug.VIEWS,
+    **trace.VIEWS,
 }

@@ -95,9 +95,10 @@ class Lab:
                 place = f"{ref.directory}/{ref.file}"
                 if (ref.directory, ref.file) not in kernels:
                     built = load_built(ref.directory, ref.file, ref.without)
-                    if built.plan.debug:
+                    kind = "debug" if built.plan.debug else "trace" if built.plan.trace else None
+                    if kind is not None:
                         raise InputError(
-                            ref.label, f"{place} is a debug build, whose speed means nothing; build it without --debug"
+                            ref.label, f"{place} is a {kind} build, whose speed means nothing; build it without --{kind}"
                         )
                     kernels[ref.directory, ref.file] = Kernel(built.plan, built.source.text, built.cubin, built.report)
                 attention = kernels[ref.directory, ref.file].plan.attention

@@ -6,12 +6,24 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ..attention import Attention
-from ..errors import InternalError
+from ..errors import InputError, InternalError
 from ..schedule import Schedule
 from ..target import Target, target
 from . import barriers, ladder, memory, registers, rules
 from .expr import Expr, as_expr, maximum, sym
-from .kernel import DESCALES, KernelPlan, Param, Plan, TensorMapRecipe, Workspace
+from .kernel import (
+    DESCALES,
+    TRACE_CTAS,
+    TRACE_EVENTS,
+    TRACE_HEADER_WORDS,
+    TRACE_NOTE,
+    KernelPlan,
+    Param,
+    Plan,
+    TensorMapRecipe,
+    Workspace,
+    trace_buffer,
+)
 from .proof import prove
 from .roles.mma_sync import MmaSync
 from .roles.wgmma import Wgmma
@@ -19,18 +31,19 @@ from .steps import DTYPE_BYTES, Gmem, MBar, NBar, Role, Smem, number
 from .tiles import BATCH, HKV, HQ, SK, SQ, TILE_STAGES, Tiles
 
 
-def plan(attention: Attention, schedule: Schedule, *, debug: bool = False) -> Plan:
+def plan(attention: Attention, schedule: Schedule, *, debug: bool = False, trace: bool = False) -> Plan:
     """The plan of a legal pair; a ScheduleError names what is illegal. `debug`: waits are bounded and name what hung (`--debug`).
+    `trace`: role instances note when they come from one step to the next (`fagen trace`). InputError where both are asked for.
 
     A legal plan whose synchronisation cannot be proven is a fault of ours: InternalError with the interleaving that fails.
     """
     rules.check(attention, schedule)  # before the cache, which takes True for 1 and cannot hash a list
-    return _proven(attention, schedule, debug)
+    return _proven(attention, schedule, debug, trace)
 
 
 @lru_cache(maxsize=512)
-def _proven(attention: Attention, schedule: Schedule, debug: bool) -> Plan:
-    p = assemble(attention, schedule, debug=debug)
+def _proven(attention: Attention, schedule: Schedule, debug: bool, trace: bool) -> Plan:
+    p = assemble(attention, schedule, debug=debug, trace=trace)
     for kernel in p.kernels:
         result = prove(kernel, attention, schedule)
         if not result.ok:
@@ -38,9 +51,11 @@ def _proven(attention: Attention, schedule: Schedule, debug: bool) -> Plan:
     return p
 
 
-def assemble(attention: Attention, schedule: Schedule, *, debug: bool = False) -> Plan:
+def assemble(attention: Attention, schedule: Schedule, *, debug: bool = False, trace: bool = False) -> Plan:
     """The plan without its proof: for the proof itself, its mutants, and tests that break it on purpose."""
     rules.check(attention, schedule)
+    if debug and trace:
+        raise InputError("trace", "given beside debug, whose delays would be what one sees; one of them is enough")
     t = target(schedule.arch)
     tiles = Tiles(attention, schedule, t)
     spaces = tiles.workspaces()
@@ -53,7 +68,10 @@ def assemble(attention: Attention, schedule: Schedule, *, debug: bool = False) -
     if debug:
         kernels = tuple(_with_debug(kernel) for kernel in kernels)
         spaces = (*spaces, DEBUG_RECORD)
-    return Plan(attention, schedule, t, kernels, spaces, debug)
+    if trace:
+        spaces = (*spaces, *(Workspace(trace_buffer(k.name), "i32", as_expr(_trace_words(k)), zeroed=False) for k in kernels))
+        kernels = tuple(map(_with_trace, kernels))
+    return Plan(attention, schedule, t, kernels, spaces, debug, trace)
 
 
 def _wgmma(tiles: Tiles, t: Target) -> KernelPlan:
@@ -161,4 +179,24 @@ def _with_debug(kernel: KernelPlan) -> KernelPlan:
         gmem=(*kernel.gmem, Gmem("debug", "i32", (str(DEBUG_WORDS),), "workspace")),
         pointers=(*kernel.pointers, "debug"),
         params=(*kernel.params, Param("seed", "i32", sym("seed"))),
+    )
+
+
+def _trace_words(kernel: KernelPlan) -> int:
+    """Of a trace buffer: the marks of all lanes, then a few words of each lane (see `fagen.trace`)."""
+    return TRACE_CTAS * sum(r.count for r in kernel.roles) * (2 * TRACE_EVENTS + TRACE_HEADER_WORDS)
+
+
+def _with_trace(kernel: KernelPlan) -> KernelPlan:
+    """The trace buffer, the first CTA to record, and (where a single thread is a role) a place in shared memory for what it has no
+    registers for."""
+    if any(r.elect for r in kernel.roles):
+        note = Smem(TRACE_NOTE, 1, 4, "i32", 1, swizzle="none", offset=-(-kernel.smem_bytes // 16) * 16)
+        kernel = replace(kernel, smem=(*kernel.smem, note), smem_bytes=note.offset + note.tile_bytes)
+    name = trace_buffer(kernel.name)
+    return replace(
+        kernel,
+        gmem=(*kernel.gmem, Gmem(name, "i32", (str(_trace_words(kernel)),), "workspace")),
+        pointers=(*kernel.pointers, name),
+        params=(*kernel.params, Param("trace_first", "i32", sym("trace_first"))),
     )

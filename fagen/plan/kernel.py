@@ -43,6 +43,19 @@ class Problem:
         return f"{self.batch},{self.hq},{self.hkv},{self.sq},{self.sk}"
 
 
+TRACE_CTAS, TRACE_EVENTS = 4, 65536
+"""What a trace build records (see `fagen.trace`): so many CTAs, and so many marks of each of their role instances."""
+TRACE_HEADER_WORDS = 8
+"""Of a lane in a trace buffer, behind the marks of all lanes."""
+TRACE_NOTE = "lane"
+"""The tile in shared memory where an elected thread keeps its place in the trace buffer."""
+
+
+def trace_buffer(kernel: str) -> str:
+    """The workspace of a kernel's marks in a trace build."""
+    return f"trace_{kernel}"
+
+
 @dataclass(frozen=True)
 class Param:
     """A scalar member of the kernel's Params struct: "i32" or "i64", computed on the host by `value`; or "f32", whose `value` is a
@@ -123,6 +136,7 @@ class Plan:
     kernels: tuple[KernelPlan, ...]
     workspaces: tuple[Workspace, ...]
     debug: bool = False
+    trace: bool = False
     without: str = ""
     """What a removal took away, "" of a plan that computes attention; see removal.py."""
 
@@ -138,10 +152,12 @@ class Plan:
         num_sms: int,
         seed: int = 0,
         descales: Mapping[str, tuple[int, int] | float] | None = None,
+        trace_first: int = 0,
     ) -> Launch:
         """Evaluate everything that depends on the call. `strides[t]` for t in q, k, v, out: over batch, seq and head, in elements
         (of a V given transposed: over batch, head_dim and head). `descales[t]` for those given: (batch, head) strides of an array,
-        whose address goes into Params, or the number itself (address null); default 1.
+        whose address goes into Params, or the number itself (address null); default 1. `seed`: of a debug build's delays;
+        `trace_first`: the first CTA that a trace build records.
 
         Raises InputError where a size is outside what the kernel's 32-bit tile arithmetic or the grid can hold.
         """
@@ -152,7 +168,7 @@ class Plan:
         for name, what in (("sq", "seqlen_q"), ("sk", "seqlen_k"), ("batch", "batch"), ("hq", "heads")):
             if not 0 <= env[name] < 1 << 30:
                 raise InputError("k" if name == "sk" else "q", f"{what} {env[name]} is outside 0 … 2^30 − 1")
-        env |= {"num_sms": num_sms, "seed": seed}
+        env |= {"num_sms": num_sms, "seed": seed, "trace_first": trace_first}
         numbers: dict[str, float] = {}
         for name in DESCALES:
             given = (descales or {}).get(name, 1.0)

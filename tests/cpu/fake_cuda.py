@@ -7,11 +7,14 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
+import io
+import json
 import struct
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -20,6 +23,8 @@ import numpy as np
 from cuda.bindings import driver as real
 
 from fagen import driver, workspace
+from fagen.errors import FagenError
+from fagen.guard import Channel
 from fagen.interop.arrays import contiguous_strides
 from fagen.oracle.numeric import DTYPES
 from fagen.plan import KernelPlan, Plan
@@ -49,6 +54,8 @@ class FakeCuda:
     fail: dict[str, Any] = field(default_factory=dict)  # call → status
     local: threading.local = field(default_factory=threading.local)
     memory: dict[int, Any] = field(default_factory=dict)
+    events: dict[int, int] = field(default_factory=dict)  # event → launches before it
+    launch_ms: Callable[[int], float] = lambda function: 1.0
 
     @property
     def contexts(self) -> list[int]:
@@ -121,6 +128,21 @@ class FakeCuda:
         ctypes.memmove(host, ptr, nbytes)
         return (OK,)
 
+    do_cuEventDestroy = staticmethod(lambda self, event: (self.events.pop(event), (OK,))[1])
+    do_cuEventSynchronize = staticmethod(lambda self, event: (OK,))
+
+    def do_cuEventCreate(self, flags: Any) -> Any:
+        self.events[0x6000 + len(self.calls)] = 0
+        return OK, 0x6000 + len(self.calls)
+
+    def do_cuEventRecord(self, event: int, stream: int) -> Any:
+        self.events[event] = len(self.launches)
+        return (OK,)
+
+    def do_cuEventElapsedTime(self, start: int, end: int) -> Any:
+        """A launch takes `launch_ms` of its function."""
+        return OK, sum(self.launch_ms(r.function) for r in self.launches[self.events[start] : self.events[end]])
+
     def do_cuStreamIsCapturing(self, stream: int) -> Any:
         return OK, real.CUstreamCaptureStatus(int(stream in self.capturing))
 
@@ -161,6 +183,44 @@ def install(monkeypatch: Any, **settings: Any) -> FakeCuda:
 
 def _fresh(cached: Any) -> Any:
     return cache(cached.__wrapped__)
+
+
+class InProcess:
+    """Stands in for guard.Watched: runs the task here, on the fake driver."""
+
+    def __init__(self, task: str, request: dict[str, Any]):
+        module, _, function = task.partition(":")
+        self.task, self.request = getattr(importlib.import_module(module), function), json.loads(json.dumps(request))
+
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        pipe = io.BytesIO()
+        try:
+            self.task(self.request, Channel(pipe))
+        except FagenError as e:
+            error: FagenError | None = e
+        else:
+            error = None
+        for line in pipe.getvalue().splitlines():
+            message = json.loads(line)
+            if message["kind"] != "doing":
+                yield message
+        if error:
+            raise error
+
+
+def array_interface(name: str, obj: Any, stream: int) -> Any:
+    """What cuda.core reads from the CUDA array interface, without asking a driver."""
+    data = obj.__cuda_array_interface__
+    dtype = np.dtype(data["typestr"])
+    strides = tuple(s // dtype.itemsize for s in data["strides"])
+    ptr, readonly = data["data"]
+    return types.SimpleNamespace(shape=data["shape"], strides=strides, ptr=ptr, readonly=readonly, dtype=dtype)
 
 
 def params_struct(kernel: KernelPlan) -> type[ctypes.Structure]:

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import ctypes
-import io
 import json
 import re
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from fake_cuda import FakeCuda, attention_kernel, install, read_arguments
+from fake_cuda import FakeCuda, InProcess, array_interface, attention_kernel, install, read_arguments
 
 from fagen import Attention, InputError, LaunchError
 from fagen.check import CaseResult, Item, check_cpu, check_gpu, jitter_problems, parse_shape, tiles_of
 from fagen.check import cpu as check_cpu_module
-from fagen.check import device as check_device
 from fagen.check import gpu as check_gpu_module
 from fagen.compile import Built
 from fagen.emit import emit
-from fagen.errors import FagenError
-from fagen.guard import Channel, GuardError, read_bundle
+from fagen.guard import GuardError, read_bundle
 from fagen.library import load
 from fagen.oracle import CheckProblem, Verdict, check_problems
 from fagen.plan import Plan, plan
@@ -126,50 +122,13 @@ def test_interleavings_that_differ_fail_the_case(monkeypatch: pytest.MonkeyPatch
 # the GPU, made of host memory -------------------------------------------------------------------------------------------
 
 
-class InProcess:
-    """Stands in for guard.Watched: runs the task here, on the fake driver."""
-
-    def __init__(self, task: str, request: dict[str, Any]):
-        self.request = json.loads(json.dumps(request))
-
-    def __enter__(self) -> InProcess:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def messages(self) -> Iterator[dict[str, Any]]:
-        pipe = io.BytesIO()
-        try:
-            check_device.run(self.request, Channel(pipe))
-        except FagenError as e:
-            error: FagenError | None = e
-        else:
-            error = None
-        for line in pipe.getvalue().splitlines():
-            message = json.loads(line)
-            if message["kind"] != "doing":
-                yield message
-        if error:
-            raise error
-
-
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
     cuda = install(monkeypatch)
     monkeypatch.setattr("fagen.driver.pointer_device", lambda ptr: 0)
-    monkeypatch.setattr("fagen.interop.dlpack._view", _array_interface)
+    monkeypatch.setattr("fagen.interop.dlpack._view", array_interface)
     monkeypatch.setattr(check_gpu_module.guard, "Watched", InProcess)
     return cuda
-
-
-def _array_interface(name: str, obj: Any, stream: int) -> Any:
-    """What cuda.core reads from the CUDA array interface, without asking a driver."""
-    data = obj.__cuda_array_interface__
-    dtype = np.dtype(data["typestr"])
-    strides = tuple(s // dtype.itemsize for s in data["strides"])
-    ptr, readonly = data["data"]
-    return types.SimpleNamespace(shape=data["shape"], strides=strides, ptr=ptr, readonly=readonly, dtype=dtype)
 
 
 def built(p: Plan, name: str = "fa3") -> Built:

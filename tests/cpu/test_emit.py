@@ -262,6 +262,7 @@ def test_every_template_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         p = fagen.load(name, **dict(changes))
         emit(plan(*p))
         emit(plan(*p, debug=True))
+        emit(plan(*p, trace=True))
     for removed in ("loads", "pv"):
         emit(without(plan(*fagen.load("fa3")), removed))
     folder = resource_dir("templates")

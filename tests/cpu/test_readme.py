@@ -24,9 +24,17 @@ from fagen.emit import emit
 from fagen.plan.rules import CHOICES, NOT_YET, NOT_YET_SET
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/guide.md", "docs/schedule.md", "benchmarks/README.md")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/architecture.md",
+    "docs/guide.md",
+    "docs/schedule.md",
+    "docs/trace.md",
+    "benchmarks/README.md",
+)
 SLOW = ("--variants",)
-NEEDS_GPU = ("--device gpu", "--source", "--jitter", "--debug", "fagen bench", "fagen repro", "--evidence")
+NEEDS_GPU = ("--device gpu", "--source", "--jitter", "--debug", "fagen bench", "fagen trace", "fagen repro", "--evidence")
 
 
 class Block(NamedTuple):

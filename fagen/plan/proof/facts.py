@@ -168,7 +168,7 @@ class Observed:
             for fill, following in pairwise(fills):
                 past = masks[following.issues[0]]
                 cursors = used_cursors(following.step)
-                before = [w for w in run.waits if w.step.cursor in cursors and w.bar.slot == key[1] and past >> w.end & 1]
+                before = [w for w in run.waits if used_cursors(w.step) & cursors and w.bar.slot == key[1] and past >> w.end & 1]
                 if before and any(not masks[before[-1].start] >> read.end & 1 for read in fill.reads):
                     self.guarding.add(before[-1].step.id)
 

@@ -1,0 +1,169 @@
+"""Trace builds (`plan(…, trace=True)`): kernels in which every role instance notes when it comes from one thing to the next.
+
+What a trace build has beside the normal one: after each step that takes time, or after a run of steps of one kind, the first thread of
+the instance stores 8 bytes, the SM's clock and what has just ended (`Mark`). Products and TMA loads run on by themselves: a product
+is in flight from the mark of its issue to that of the `MmaWait` that names its accumulator, a load from the mark of its issue to the
+first one of a `Wait` for its barrier. So the marks tell everything; `fagen.explore.trace` reads them.
+
+Reading a clock is a place that ptxas moves no instruction across: a trace shows the program in the order in which it is written, also
+where the normal build has waits moved up in front of arithmetic (the fault early-wait of its report). The roles get no more registers
+than in the normal build; the largest tiles spill a little (at most `SPILL_BYTES`), which the report tells.
+
+The buffer, in 32-bit words, E = `TRACE_EVENTS`; a lane is a role instance of one of the `TRACE_CTAS` CTAs from `trace_first` on, L lanes
+  2 · E · L   the marks: the n-th of lane i is pair n · L + i: low word of the clock, code << ARGUMENT_BITS | argument
+  8 · L       of lane i at its start: global timer (low, high), clock, SM number; at its end: timer (low, high), clock, marks made
+Marks past the E-th are counted and not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .errors import InternalError
+from .plan import steps as st
+from .plan.expr import Expr, as_expr, sym
+from .plan.kernel import KernelPlan
+
+SPILL_BYTES = 48
+"""What `compile.build` allows a trace build (`allow_spill_bytes`): most do not spill at all."""
+
+CODE_BITS, ARGUMENT_BITS = 10, 22
+"""Of a mark's second word."""
+
+
+# ---------------------------------------------------------------------------------------------------------------- marks
+
+KINDS: dict[type[st.Step], str] = {
+    st.Sync: "wait turn",
+    st.CtaSync: "wait CTA",
+    st.CpWait: "wait data",
+    st.MmaWait: "wait product",
+    st.TmaLoad: "load",
+    **dict.fromkeys((st.CpAsync, st.Copy, st.LoadFrag, st.LoadAcc, st.LoadRow), "load"),
+    st.TransposeV: "transpose",
+    **dict.fromkeys((st.Mask, st.OnlineSoftmax, st.StaleSoftmax, st.RowPass, st.SumRow), "softmax"),
+    **dict.fromkeys((st.Pack, st.Rescale, st.Move, st.MulRow, st.Reciprocal), "rescale"),
+    **dict.fromkeys((st.StoreStats, st.MergeStats, st.StoreFrag, st.AddParts), "merge"),
+    **dict.fromkeys((st.StoreOut, st.StoreRow, st.StoreScores, st.StoreAcc, st.LogSumExp), "epilogue"),
+}
+"""What the time before a mark goes to; Wait and Mma: see `kind_of`."""
+
+SILENT = (
+    *(st.Let, st.Var, st.Set, st.Limits, st.Fill, st.LoadScale, st.Calm, st.AddSums, st.Hold, st.CopyRow),
+    *(st.Advance, st.CpCommit, st.ProxyFence, st.ClaimTile, st.PutTile, st.GetTile, st.ResetCounter, st.Break),
+)
+"""Steps of a few instructions: their time goes to what comes after them, or to the run of steps in which they stand."""
+
+
+def kind_of(step: st.Step) -> str | None:
+    """The kind of a step that takes time, None of the others. InternalError: a step that this module does not know."""
+    if isinstance(step, st.Wait):
+        return "wait slot" if step.bar.endswith("_empty") else "wait tile" if step.bar == "tile_full" else "wait data"
+    if isinstance(step, st.Mma):
+        return "issue" if step.unit == "wgmma" else "product"
+    if isinstance(step, (*SILENT, st.Arrive, st.NArrive)):
+        return None
+    kind = KINDS.get(type(step))
+    if kind is None:
+        raise InternalError(f"the trace does not know step kind {step.kind}")
+    return kind
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mark(st.Step):
+    """The first thread of the instance notes the time. The steps `group` stand since the mark before, and their `what` has ended.
+
+    `argument`, the value of the variable `variable` ("": none), is noted with it. Kind "tile": the variables of a tile are set, which
+    begins here."""
+
+    code: int
+    what: str
+    group: tuple[st.Step, ...]
+    argument: Expr
+    variable: str
+    of_last_tile: bool
+    """What has ended belongs to the tile before the one that began last."""
+
+
+def marked(kernel: KernelPlan) -> KernelPlan:
+    """The kernel with its marks; codes count from 0 in printed order."""
+    codes = iter(range(1 << CODE_BITS))
+    return replace(kernel, roles=tuple(replace(r, body=tuple(_Marker(codes).body(r.body, (), frozenset()))) for r in kernel.roles))
+
+
+def marks_of(kernel: KernelPlan) -> tuple[tuple[st.Role, Mark], ...]:
+    """The marks of a kernel by their codes, each with its role."""
+    return tuple((role, step) for role in marked(kernel).roles for step in st.walk(role.body) if isinstance(step, Mark))
+
+
+def instances_of(kernel: KernelPlan) -> tuple[tuple[st.Role, int], ...]:
+    """The role instances in the order of a CTA's lanes."""
+    return tuple((role, w) for role in kernel.roles for w in range(role.count))
+
+
+class _Marker:
+    def __init__(self, codes: Iterator[int]):
+        self._codes = codes
+
+    def body(self, body: st.Body, loops: tuple[str, ...], known: frozenset[str]) -> Iterator[st.Step]:
+        """`loops`: variables of the loops around, `known`: all variables in scope. A block's own are known in the steps after them."""
+        group: list[st.Step] = []
+        begins = False
+        for step in body:
+            kind = None if st.bodies(step) else kind_of(step)
+            same = bool(group) and kind == kind_of(group[-1])
+            passes = isinstance(step, SILENT) and not isinstance(step, st.Break)
+            if group and not (same or passes):
+                yield self._mark(group, loops, known)
+                group = []
+            if begins and not passes:
+                yield self._mark([], loops, known)
+                begins = False
+            if isinstance(step, (st.Let, st.Var, st.Set, st.GetTile)):
+                known |= {step.var}
+                begins |= step.var == "n"
+            inside = (*loops, step.var) if isinstance(step, st.Loop) else loops
+            inner: dict[str, Any] = {n: tuple(self.body(b, inside, known | {*inside})) for n, b in st.bodies(step)}
+            yield replace(step, **inner) if inner else step
+            if kind is not None:
+                group.append(step)
+            if kind is not None and _alone(step, kind):
+                yield self._mark(group, loops, known)
+                group = []
+        if group:
+            yield self._mark(group, loops, known)
+        elif begins:
+            yield self._mark([], loops, known)
+
+    def _mark(self, group: list[st.Step], loops: tuple[str, ...], known: frozenset[str]) -> Mark:
+        code = next(self._codes, None)
+        if code is None:
+            raise InternalError(f"more than {1 << CODE_BITS} marks in a kernel")
+        kind = kind_of(group[-1]) if group else "tile"
+        assert kind is not None
+        named = next((v for v in ("tile", "m") if v in known), "")
+        inner = loops[-1] if loops and loops[-1] != named else ""
+        variable = named if kind == "tile" else inner  # a tile's number need not live through the tile
+        return Mark(
+            name="+".join(s.id for s in group) or "tile",
+            code=code,
+            what=kind,
+            group=tuple(group),
+            argument=sym(variable) if variable else as_expr(0),
+            variable=variable,
+            of_last_tile=any(map(_of_last_tile, group)),
+        )
+
+
+def _alone(step: st.Step, kind: str) -> bool:
+    return kind.startswith("wait") or kind == "issue" or isinstance(step, st.TmaLoad)
+
+
+def _of_last_tile(step: st.Step) -> bool:
+    """Fused tiles: the step works on what was kept of the tile before, variables named old_… and statistics named …_old."""
+    values = list(st.step_fields(step).values())
+    values += [x for v in values if isinstance(v, st.Slot) for x in (v.holds, v.head, v.batch)]
+    symbols = frozenset().union(*(v.symbols() for v in values if isinstance(v, Expr)))
+    return any(s.startswith("old_") for s in symbols) or any(isinstance(v, str) and v.endswith("_old") for v in values)

@@ -1,0 +1,436 @@
+"""Trace builds without a GPU: what they print and how they compile, and what is read from their marks, which the simulator makes."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from trace_source import CYCLES_PER_NS, simulated
+
+import fagen
+from fagen import InputError, sass
+from fagen.compile import Built, build
+from fagen.emit import emit
+from fagen.errors import CompileError
+from fagen.explore.trace import KernelTrace, Lane, Span, Track, measure, panel, perfetto, picture, read
+from fagen.explore.trace.overlap import common, length, union
+from fagen.explore.trace.svg import COLOURS
+from fagen.oracle import CheckProblem
+from fagen.plan import Plan, plan
+from fagen.plan import steps as st
+from fagen.plan.kernel import TRACE_CTAS, TRACE_EVENTS, TRACE_HEADER_WORDS, TRACE_NOTE
+from fagen.trace import ARGUMENT_BITS, Mark, instances_of, kind_of, marked, marks_of
+
+needs_nvdisasm = pytest.mark.skipif(sass.nvdisasm() is None, reason=f"no nvdisasm: {sass.INSTALL}")
+
+SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
+    "fa3": ("fa3", {"head_dim": 64}),
+    "causal, static": ("fa3", {"head_dim": 64, "mask": "causal", "parallelism": "persistent_static"}),
+    "no overlap": ("fa3", {"head_dim": 64, "overlap": "none"}),
+    "uniform": ("fa3", {"roles": "uniform", "overlap": "within", "tile_kv": 96}),
+    "stale, fused": (
+        "fa3",
+        {"head_dim": 64, "reference": "stale", "consumers": 3, "tile_q": 192, "tile_kv": 96, "stages": 4}
+        | {"fuse_tiles": True, "overlap": "within"},
+    ),
+    "fa3_fp8": ("fa3_fp8", {}),
+    "fa2": ("fa2", {"head_dim": 64}),
+    "fa1": ("fa1", {"head_dim": 64}),
+    "standard": ("standard", {"head_dim": 64}),
+}
+PROBLEM = CheckProblem(1, 300, 500, 2, 1)
+
+
+@cache
+def planned(name: str) -> Plan:
+    schedule, changes = SCHEDULES[name]
+    return plan(*fagen.load(schedule, **changes), trace=True)
+
+
+@cache
+def traced(name: str, problem: CheckProblem = PROBLEM) -> tuple[KernelTrace, ...]:
+    p = planned(name)
+    launches, words = simulated(p, problem)
+    return tuple(read(p, launch, words[launch.name]) for launch in launches)
+
+
+@pytest.fixture(params=SCHEDULES)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+# ------------------------------------------------------------------------------------------------------------ the plan
+
+
+def test_debug_and_trace_exclude_each_other() -> None:
+    with pytest.raises(InputError, match=r"^trace: given beside debug"):
+        plan(*fagen.load("fa3"), debug=True, trace=True)
+
+
+def test_a_trace_plan_is_the_same_program_with_a_buffer(name: str) -> None:
+    p = planned(name)
+    schedule, changes = SCHEDULES[name]
+    normal = plan(*fagen.load(schedule, **changes))
+    assert [k.roles for k in p.kernels] == [k.roles for k in normal.kernels]
+    assert p.trace and not normal.trace and p.id == normal.id
+    for k, n in zip(p.kernels, normal.kernels):
+        assert set(k.pointers) - set(n.pointers) == {f"trace_{k.name}"}
+        elected = any(r.elect for r in k.roles)
+        assert [s.name for s in k.smem if s not in n.smem] == ([TRACE_NOTE] if elected else [])
+        assert k.smem_bytes <= p.target.smem_bytes
+        space = next(w for w in p.workspaces if w.name == f"trace_{k.name}")
+        assert space.count.eval({}) == TRACE_CTAS * len(instances_of(k)) * (2 * TRACE_EVENTS + TRACE_HEADER_WORDS)
+
+
+def test_a_normal_build_has_none_of_it(name: str) -> None:
+    schedule, changes = SCHEDULES[name]
+    text = emit(plan(*fagen.load(schedule, **changes))).text
+    assert not re.search(r"trace|\bmark|clock|globaltimer|smid", text)
+
+
+def test_every_step_kind_is_known() -> None:
+    """A new kind of step must be told to the trace: silence would put its time elsewhere."""
+    made = {type(s) for n in SCHEDULES for k in planned(n).kernels for r in k.roles for s in st.walk(r.body) if not st.bodies(s)}
+    assert len(made) > 40
+    for k in (k for n in SCHEDULES for k in planned(n).kernels):
+        for step in (s for r in k.roles for s in st.walk(r.body) if not st.bodies(s)):
+            kind_of(step)
+    with pytest.raises(fagen.InternalError, match="does not know step kind Step"):
+        kind_of(st.Step())
+
+
+def test_marks_stand_behind_what_takes_time(name: str) -> None:
+    """Every step that takes time is in exactly one mark's group; asynchronous ones and waits have a mark of their own, at once."""
+    for kernel in planned(name).kernels:
+        marks = [m for _, m in marks_of(kernel)]
+        assert [m.code for m in marks] == list(range(len(marks)))
+        grouped = [s.id for m in marks for s in m.group]
+        timed = [s.id for r in kernel.roles for s in st.walk(r.body) if not st.bodies(s) and kind_of(s)]
+        assert sorted(grouped) == sorted(timed)
+        alone = (st.Wait, st.Sync, st.CtaSync, st.CpWait, st.MmaWait, st.TmaLoad)
+        assert all(len(m.group) == 1 for m in marks if any(isinstance(s, alone) for s in m.group))
+        for role in marked(kernel).roles:
+            rest = [s.id for s in st.walk(role.body) if not isinstance(s, Mark)]
+            assert rest == [s.id for r in kernel.roles if r.name == role.name for s in st.walk(r.body)]
+
+
+def test_few_marks_a_block() -> None:
+    """What a block of FlashAttention-3 notes: nine marks a consumer, four the producer."""
+    (kernel,) = planned("fa3").kernels
+    steady = {r.name: [m for role, m in marks_of(kernel) if role.name == r.name and m.variable == "j"] for r in kernel.roles}
+    assert {n: len(m) for n, m in steady.items()} == {"producer": 4, "consumer": 9}
+
+
+# ------------------------------------------------------------------------------------------------------------ the code
+
+
+def test_the_code_carries_the_codes(name: str) -> None:
+    text = emit(planned(name)).text
+    for kernel in planned(name).kernels:
+        body = text[text.index(f"\n{kernel.name}(") :]
+        body = body[: body.index("\n}\n")]
+        lines = re.findall(r"\bmark(?:_shared)?\(.*?(0x[0-9a-f]+)u(?: \+ (\w+))?\);  // (.*)", body)
+        marks = [m for _, m in marks_of(kernel)]
+        assert [(int(code, 16) >> ARGUMENT_BITS, variable) for code, variable, _ in lines] == [(m.code, m.variable) for m in marks]
+        for (_, _, comment), m in zip(lines, marks):
+            assert comment.startswith(m.what) and all(s.id in comment for s in m.group)
+        ends = len(re.findall(r"\bstart_(?:shared_)?lane", body)), len(re.findall(r"\bfinish_(?:shared_)?lane", body))
+        assert ends == (len(kernel.roles),) * 2
+
+
+@cache
+def compiled(schedule: str, trace: bool) -> Built:
+    p = plan(*fagen.load(schedule), trace=trace)
+    return build(p, emit(p, schedule))  # raises where a promise is broken: counts, serialised products, advisories
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("schedule", ["fa3", "fa3_fp8", "fa2"])
+def test_a_trace_build_keeps_the_promises_and_does_not_spill(schedule: str) -> None:
+    (k,) = compiled(schedule, True).report.kernels
+    assert (k.spill_stores, k.spill_loads, k.stack_bytes) == (0, 0, 0)
+    assert k.serialised is False or not any(n in k.expected and k.expected[n] for n in ("HGMMA", "QGMMA"))
+    (normal,) = compiled(schedule, False).report.kernels
+    assert k.expected == normal.expected and not k.differing
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize(("schedule", "batch"), [("fa3", 88), ("fa3_fp8", 112)])
+def test_the_machine_code_keeps_the_order_of_the_marks(schedule: str, batch: int) -> None:
+    """All exponentials of a block stand between the two clock readings around its softmax, and each wait for products between those around it:
+    else the spans would be of something else."""
+    built = compiled(schedule, True)
+    code = (sass.disassemble(built.cubin) or {})["attention"]
+    clocks = [i for i, x in enumerate(code) if x.op.startswith("CS2R") and x.operands.endswith("CLOCKLO")]
+    between = [code[a:b] for a, b in pairwise(clocks)]
+    assert [n for n in (sum(x.op == "MUFU.EX2" for x in part) for part in between) if n] == [batch, batch + 2]  # two are alpha
+    waits = [n for n in (sum(x.op.startswith("WARPGROUP.DEPBAR") for x in part) for part in between) if n]
+    assert waits == [1] * built.report.kernels[0].expected["WARPGROUP.DEPBAR"]
+    assert not [f for f in built.report.kernels[0].faults if f.startswith("early-wait")]
+
+
+@needs_nvdisasm
+def test_a_spill_above_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    p = plan(*fagen.load("fa3", head_dim=256, reference="stale", tile_kv=80), trace=True)
+    source = emit(p, "spilling")
+    (k,) = build(p, source).report.kernels
+    assert 0 < max(k.spill_stores, k.spill_loads, k.stack_bytes) <= 48
+    monkeypatch.setattr("fagen.trace.SPILL_BYTES", 0)
+    with pytest.raises(CompileError, match="bytes of spill"):
+        build(p, source)
+
+
+def test_built_files_tell_a_trace_build(tmp_path: Any) -> None:
+    from fagen.compile import load_built, write_built
+
+    built = compiled("fa2", True)
+    write_built(built, tmp_path, "x")
+    assert load_built(tmp_path, "x").plan == built.plan
+    write_built(compiled("fa2", False), tmp_path, "x")
+    assert "trace" not in json.loads((tmp_path / "x.json").read_text()) and not load_built(tmp_path, "x").plan.trace
+
+
+# ------------------------------------------------------------------------------------------------------------ reading
+
+
+def test_spans_fill_a_lane_and_tracks_do_not_overlap(name: str) -> None:
+    for trace in traced(name):
+        assert abs(trace.cycles_per_us / (1000 * CYCLES_PER_NS) - 1) < 0.01
+        for cta in trace.ctas:
+            for lane in cta.lanes:
+                assert lane.spans and not lane.dropped
+                assert all(a.end == b.start for a, b in pairwise(lane.spans))
+                assert all(0 <= s.start < s.end < 1 << 24 for s in lane.spans)
+                assert all(s.what in COLOURS for s in lane.spans)
+            for track in (*cta.products, *cta.loads):
+                assert all(a.end <= b.start for a, b in pairwise(track.spans)), track.name
+                assert all(s.start <= s.end for s in track.spans)
+
+
+def test_ctas_have_their_places() -> None:
+    """CTAs start 1500 cycles, 1000 ns, after one another; SMs are numbered from 40 on."""
+    (trace,) = traced("fa2")
+    assert [(c.cta, c.sm, c.start_ns) for c in trace.ctas] == [(i, 40 + i, 1000 * i) for i in range(4)]
+
+
+def blocks(problem: CheckProblem, tile_kv: int) -> int:
+    return -(-problem.sk // tile_kv)
+
+
+@pytest.mark.parametrize("name", ["fa3", "no overlap", "uniform", "stale, fused", "fa3_fp8"])
+def test_every_tile_and_block_is_there(name: str) -> None:
+    p, (trace,) = planned(name), traced(name)
+    n = blocks(PROBLEM, p.schedule.tile_kv)
+    tiles = {t.tile for cta in trace.ctas for t in cta.lanes[0].tiles}
+    assert tiles == set(range(2 * -(-PROBLEM.sq // p.schedule.tile_q)))
+    for cta in trace.ctas:
+        mine = [t.tile for t in cta.lanes[-1].tiles]
+        want = [(tile, block) for tile in mine for block in reversed(range(n))]
+        for track in cta.products:
+            assert [s.block for s in track.spans] == [block for _, block in want], track.name
+            assert {s.name for s in track.spans} == {"qk" if track.name.endswith("S") else "pv"}
+        assert [(s.tile, s.block) for s in cta.products[0].spans] == want
+        by_ring: dict[str, list[Span]] = {}
+        for track in cta.loads:
+            by_ring.setdefault(track.name.partition("[")[0], []).extend(track.spans)
+        for ring, spans in by_ring.items():
+            found = [(s.tile, s.block) for s in sorted(spans, key=lambda s: s.start)]
+            assert found == ([(tile, None) for tile in mine] if ring == "Q" else want), ring
+
+
+def test_what_belongs_to_the_tile_before_is_told_so() -> None:
+    """Fused tiles: the last product and the epilogue of a tile stand behind the first product of the next one."""
+    (trace,) = traced("stale, fused")
+    for lane in trace.ctas[0].lanes[1:]:
+        first, second, *_ = (t.tile for t in lane.tiles)
+        order = [(s.name, s.tile) for s in lane.spans if s.name in ("qk", "pv", "store_row_lse")]
+        at = order.index(("qk", second))
+        assert order[at + 1 : at + 3] == [("pv", first), ("store_row_lse", first)]
+
+
+def test_a_product_is_in_flight_from_its_issue_to_its_wait() -> None:
+    (trace,) = traced("fa3")
+    for cta in trace.ctas:
+        for track in cta.products:
+            spans = cta.lanes[track.lane].spans
+            frag = track.name[-1]
+            issues = [s.end for s in spans if s.what == "issue" and (s.name == "qk") == (frag == "S")]
+            waits = [s.end for s in spans if s.what == "wait product" and frag in s.name.split("_")[1:]]
+            assert [(s.start, s.end) for s in track.spans] == list(zip(issues, waits))
+
+
+def test_overlap_is_the_programs() -> None:
+    """Under its own product runs the softmax where the program says so: with overlap both, not with none."""
+    both, none = (measure(traced(n)[0]) for n in ("fa3", "no overlap"))
+    assert all(x.under_own > 0.5 for x in both.softmax) and all(x.under_own == 0 for x in none.softmax)
+    assert {x.lane for x in both.softmax} == {"consumer 0", "consumer 1", "consumer 2"}
+    assert 0 < both.loads_under_work < 1 and 0 < both.products_share < 1
+    assert both.tiles == 12 and both.tile_cycles[0] <= both.tile_cycles[1] <= both.tile_cycles[2]
+    for shares in both.time.values():
+        assert sum(shares.values()) == pytest.approx(1, abs=1e-4)
+
+
+def test_kernels_without_asynchronous_products() -> None:
+    for trace in traced("standard"):
+        m = measure(trace)
+        assert m.products_share is None and m.loads_cycles is None
+        assert all(x.under_any == 0 for x in m.softmax)
+
+
+# by hand: two consumers for 100 cycles ---------------------------------------------------------------------------------
+
+
+def by_hand() -> KernelTrace:
+    def span(start: int, end: int, what: str) -> Span:
+        return Span(start, end, what, what, "step")
+
+    producer = Lane("producer", "producer", 0, (span(0, 10, "load"), span(10, 100, "wait slot")), (), 0)
+    first = Lane("consumer 0", "consumer", 0, (span(0, 50, "wait data"), span(50, 90, "softmax"), span(90, 100, "rescale")), (), 0)
+    second = Lane("consumer 1", "consumer", 1, (span(0, 20, "softmax"), span(20, 100, "wait product")), (), 0)
+    products = (Track("consumer 0: S", 1, (span(40, 60, "product"),)), Track("consumer 1: O", 2, (span(10, 80, "product"),)))
+    loads = (
+        Track("K[0]", 0, (span(10, 30, "in flight"),)),
+        Track("K[1]", 0, (span(0, 15, "in flight"), span(85, 95, "in flight"))),
+    )
+    from fagen.explore.trace import CtaTrace
+
+    return KernelTrace("attention", (CtaTrace(0, 7, 0, (producer, first, second), products, loads),), 1000.0)
+
+
+def test_shares_by_hand() -> None:
+    m = measure(by_hand())
+    first, second = m.softmax
+    assert (first.lane, first.cycles) == ("consumer 0", 40)
+    assert (first.under_others, first.under_own, first.under_any) == (30 / 40, 10 / 40, 30 / 40)
+    assert (second.under_others, second.under_own, second.under_any) == (0, 10 / 20, 10 / 20)
+    assert (m.loads_cycles, m.loads_under_work) == (40, 1.0)  # 0 to 30 and 85 to 95; work from 0 to 80 and 50 to 100
+    assert m.products_share == 0.7
+    assert m.time["consumer"] == {"wait data": 0.25, "softmax": 0.3, "rescale": 0.05, "wait product": 0.4}
+
+
+def test_cut_lanes_count_up_to_the_shortest() -> None:
+    whole = by_hand()
+    (cta,) = whole.ctas
+    cut = replace(cta.lanes[2], spans=cta.lanes[2].spans[:1], dropped=3)
+    m = measure(replace(whole, ctas=(replace(cta, lanes=(*cta.lanes[:2], cut)),)))
+    assert m.dropped == 3 and [x.lane for x in m.softmax] == ["consumer 1"]
+    assert m.time["producer"] == {"load": 0.5, "wait slot": 0.5} and m.loads_cycles == 20
+
+
+def test_intervals() -> None:
+    assert union([(5, 7), (0, 2), (1, 4), (7, 9)]) == [(0, 4), (5, 9)]
+    assert length([(0, 4), (5, 9)]) == 8
+    assert common([(0, 4), (5, 9)], [(3, 6), (8, 20)]) == 3
+
+
+# damaged and cut buffers -----------------------------------------------------------------------------------------------
+
+
+@cache
+def buffer() -> tuple[Plan, Any, Any]:
+    p = planned("fa3")
+    (launch,), words = simulated(p, PROBLEM)
+    return p, launch, words["attention"]
+
+
+def headers(words: Any, p: Plan) -> Any:
+    lanes = TRACE_CTAS * len(instances_of(p.kernels[0]))
+    return words[2 * TRACE_EVENTS * lanes :].reshape(lanes, TRACE_HEADER_WORDS)
+
+
+def test_marks_without_room_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, (whole,) = planned("fa3"), traced("fa3")
+    for module in ("fagen.explore.trace.reader", "trace_source"):
+        monkeypatch.setattr(f"{module}.TRACE_EVENTS", 50)
+    (launch,), words = simulated(p, PROBLEM)
+    cut = read(p, launch, words["attention"])
+    assert whole.dropped == 0 < cut.dropped
+    for full, kept in zip((x for c in whole.ctas for x in c.lanes), (x for c in cut.ctas for x in c.lanes)):
+        assert kept.spans == full.spans[:50] and kept.dropped == max(0, len(full.spans) - 50)
+    for full, kept in zip((x for c in whole.ctas for x in c.products), (x for c in cut.ctas for x in c.products)):
+        assert kept.spans == full.spans[: len(kept.spans)]  # what had no end in time is not shown
+    assert measure(cut).dropped == cut.dropped
+
+
+def test_damage_is_named() -> None:
+    p, launch, words = buffer()
+
+    def damaged(change: Any) -> Any:
+        copy = words.copy()
+        change(copy)
+        return copy
+
+    lanes = TRACE_CTAS * len(instances_of(p.kernels[0]))
+    cases = {
+        r"words: 7 words, the trace of kernel attention has \d+": words[:7],
+        r"consumer 0 of CTA 0 never came to its end": damaged(lambda w: headers(w, p)[1, 4:].fill(0xFFFFFFFF)),
+        r"mark 0 of producer in CTA 0 has code 1023": damaged(lambda w: w[1:2].fill(1023 << ARGUMENT_BITS)),
+        r"mark 0 of consumer 0 in CTA 0 has code 0": damaged(lambda w: w[3:4].fill(0)),
+        r"ran for \d+ ns, too short": damaged(lambda w: headers(w, p)[:, 4:6].__setitem__(..., headers(w, p)[:, 0:2])),
+    }
+    assert lanes == 16
+    for message, bad in cases.items():
+        with pytest.raises(InputError, match=message):
+            read(p, launch, bad)
+
+
+def test_nothing_recorded_is_named() -> None:
+    p, launch, words = buffer()
+    with pytest.raises(InputError, match="CTA 2 is not among the 2 of kernel attention"):
+        read(p, replace(launch, scalars=(*launch.scalars[:-1], 2)), words)
+
+
+# ------------------------------------------------------------------------------------------------------------ files
+
+
+def test_perfetto_is_valid_and_names_lanes(name: str) -> None:
+    traces = [(f"title {i}", t) for i, t in enumerate(traced(name))]
+    data = json.loads(json.dumps(perfetto(traces, {"gpu": "none"}), allow_nan=False))
+    assert data["displayTimeUnit"] == "ns" and data["otherData"] == {"gpu": "none"}
+    by_thread: dict[tuple[int, int], list[dict[str, Any]]] = {}
+    names: dict[tuple[int, int], str] = {}
+    for event in data["traceEvents"]:
+        at = event["pid"], event["tid"]
+        if event["ph"] == "M":
+            if event["name"] == "thread_name":
+                names[at] = event["args"]["name"]
+            continue
+        assert event["ph"] == "X" and event["dur"] >= 0 and event["ts"] >= 0 and event["cat"] and event["args"]["step"]
+        by_thread.setdefault(at, []).append(event)
+    assert by_thread.keys() <= names.keys()
+    assert len({pid for pid, _ in names}) == sum(len(t.ctas) for _, t in traces)
+    lanes = {lane.name for _, t in traces for cta in t.ctas for lane in cta.lanes}
+    assert lanes <= set(names.values())
+    for events in by_thread.values():  # no overlap within a thread: Perfetto nests what overlaps
+        ordered = sorted(events, key=lambda e: e["ts"])
+        assert all(a["ts"] + a["dur"] <= b["ts"] + 2e-5 for a, b in pairwise(ordered))
+
+
+def test_the_picture_is_self_contained_and_complete(name: str) -> None:
+    trace = traced(name)[0]
+    text = picture([panel("first <&>", "note", trace, 0, 10**9), panel("second", "note", trace, 1, 2000)])
+    root = ElementTree.fromstring(text)
+    assert root.tag == "{http://www.w3.org/2000/svg}svg" and "href" not in text and "url(" not in text
+    words = [t.text for t in root.iter("{http://www.w3.org/2000/svg}text")]
+    cta = trace.ctas[0]
+    assert {"first <&>", "second", *(lane.name for lane in cta.lanes)} <= set(words)
+    titles = [t.text or "" for t in root.iter("{http://www.w3.org/2000/svg}title")]
+    for what in {s.what for lane in cta.lanes for s in lane.spans}:
+        assert COLOURS[what][1] in words and any(t.startswith(what) for t in titles)
+    width = float(root.attrib["width"])
+    for rect in root.iter("{http://www.w3.org/2000/svg}rect"):
+        if rect.attrib["width"] != "100%":
+            assert float(rect.attrib["x"]) >= 0 and float(rect.attrib["x"]) + float(rect.attrib["width"]) <= width
+
+
+def test_a_panel_begins_with_its_tile() -> None:
+    (trace,) = traced("fa3")
+    begins = [min(lane.tiles[i].start for lane in trace.ctas[0].lanes) for i in range(2)]
+    assert [panel("", "", trace, i, 500).start for i in (0, 1, 9)] == [begins[0], begins[1], panel("", "", trace, 99, 500).start]
+    assert panel("", "", trace, 0, 500).cycles == 500

@@ -1,0 +1,108 @@
+"""Trace buffers without a GPU: the simulator runs a kernel with its marks, and what a GPU would have stored is put together.
+
+Every mark takes a random time from 10 to 99 cycles of its CTA's clock, whose lower half runs over soon after the start.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from fagen.explore.roofline import contiguous
+from fagen.oracle import CheckProblem, make_case, simulate
+from fagen.oracle.simulator import instance
+from fagen.plan import Plan
+from fagen.plan.kernel import TRACE_CTAS, TRACE_EVENTS, TRACE_HEADER_WORDS, KernelLaunch
+from fagen.trace import ARGUMENT_BITS, Mark, instances_of, marked
+
+CYCLES_PER_NS = 1.5
+START = 0xFFFFF000
+"""Of every CTA's clock, 32 bits."""
+ZERO_NS = 1 << 33
+
+Noted = dict[tuple[str, int, str, int], list[tuple[int, int]]]
+"""(kernel, CTA, role, instance) → (cycles since the CTA's start, second word of the mark)."""
+
+
+@contextmanager
+def _noting(found: Noted, seed: int) -> Iterator[list[str]]:
+    rng, now, kernel = random.Random(seed), defaultdict[tuple[str, int], int](int), [""]
+
+    def note(self: instance.Instance, step: Mark) -> None:
+        if self._rows is not None and not self._rows[0]:
+            return  # inside a vote: the first warp takes the other side
+        at = (kernel[0], self.cta.index)
+        now[at] += rng.randint(10, 99)
+        word = step.code << ARGUMENT_BITS | self.value(step.argument)
+        found.setdefault((*at, self.role.name, self.index), []).append((now[at], word))
+
+    instance._ACTIONS[Mark] = note
+    try:
+        yield kernel
+    finally:
+        del instance._ACTIONS[Mark]
+
+
+def simulated(
+    plan: Plan, problem: CheckProblem, num_sms: int = 2, first: int = 0, seed: int = 0
+) -> tuple[tuple[KernelLaunch, ...], dict[str, Any]]:
+    """The launches of a trace plan, and for each kernel the words that it would leave behind."""
+    found: Noted = {}
+    case = make_case(plan.attention, problem, seed=seed, v_transposed=plan.schedule.v_transposed)
+    with _noting(found, seed) as kernel:
+        roles = {k.name: marked(k) for k in plan.kernels}
+        names = {id(r.body): k.name for k in roles.values() for r in k.roles}
+        original = instance.Instance.__init__
+
+        def init(self: instance.Instance, cta: Any, role: Any, index: int) -> None:
+            kernel[0] = names[id(role.body)]
+            original(self, cta, role, index)
+            found.setdefault((kernel[0], cta.index, role.name, index), [])
+
+        instance.Instance.__init__ = init  # type: ignore[method-assign]
+        try:
+            whole = replace(plan, kernels=tuple(roles.values()))
+            simulate(plan.attention, plan.schedule, case.q, case.k, case.given_v, plan=whole, num_sms=num_sms, seed=seed)
+        finally:
+            instance.Instance.__init__ = original  # type: ignore[method-assign]
+    strides = contiguous(plan.attention, problem, plan.schedule.v_transposed)
+    launches = plan.bind(problem, strides, num_sms, trace_first=first).kernels
+    return launches, {k.name: _words(k, found, first) for k in plan.kernels}
+
+
+def _words(kernel: Any, found: Noted, first: int) -> Any:
+    instances = instances_of(kernel)
+    lanes = TRACE_CTAS * len(instances)
+    pairs = np.full((TRACE_EVENTS, lanes, 2), 0xFFFFFFFF, np.uint32)
+    headers = np.full((lanes, TRACE_HEADER_WORDS), 0xFFFFFFFF, np.uint32)
+    for c in range(TRACE_CTAS):
+        of_cta = {k: v for k, v in found.items() if k[:2] == (kernel.name, first + c)}
+        end = max((t for marks in of_cta.values() for t, _ in marks), default=0) + 3000
+        for i, (role, w) in enumerate(instances):
+            marks = of_cta.get((kernel.name, first + c, role.name, w))
+            if marks is None:
+                continue
+            lane, late = c * len(instances) + i, 5 * i
+            kept = marks[:TRACE_EVENTS]
+            if kept:
+                pairs[: len(kept), lane] = [((START + t + late) & 0xFFFFFFFF, word) for t, word in kept]
+            headers[lane] = (
+                *_timer(late + 1500 * c),
+                START + late,
+                40 + c,
+                *_timer(end + 1500 * c),
+                (START + end) & 0xFFFFFFFF,
+                len(marks),
+            )
+    return np.concatenate([pairs.ravel(), headers.ravel()])
+
+
+def _timer(cycles: int) -> tuple[int, int]:
+    ns = ZERO_NS + round(cycles / CYCLES_PER_NS)
+    return ns & 0xFFFFFFFF, ns >> 32
