@@ -23,7 +23,7 @@ from ..plan.kernel import Problem
 from ..schedule import Schedule
 from .recipes import WAYS
 from .run import Measured, OnGpu, PeerRow, Trial
-from .tensors import FileSource, RandomSource, Source, given
+from .tensors import FileSource, RandomSource, Source, given, in_half
 
 Builts = Mapping[tuple[Attention, Schedule], Built]
 TASK = "fagen.accuracy.gpu:serve"
@@ -128,7 +128,7 @@ def serve(request: Mapping[str, Any], channel: guard.Channel) -> None:
     channel.send("gpu", gpu=info.name, driver=driver_text(info), versions=versions)
     for i, order in enumerate(request["trials"]):
         channel.doing("tensors are made", PREPARE_SECONDS)
-        q, k, v = _source(order["source"]).tensors()
+        q, k, v = in_half(_source(order["source"]))
         for n, recipe in enumerate(order["recipes"]):
             if recipe is None:
                 continue

@@ -22,7 +22,7 @@ from ..oracle.quantise import Quantiser
 from ..plan.kernel import Problem
 from .recipes import Recipe
 from .result import SCHEMA, WITHIN, AccuracyResult, AccuracyRow, Errors, Experiment
-from .tensors import Given, Part, Source, given, parts
+from .tensors import Given, Part, Source, given, in_half, parts
 from .truth import Truth, truth
 
 PARTS = 8
@@ -109,6 +109,7 @@ def attention_of(trial: Trial) -> Attention:
 def _trial(trial: Trial, on_gpu: OnGpu | None, seed: int, say: Say) -> Experiment:
     attention = attention_of(trial)
     q, k, v = trial.source.tensors()
+    half = in_half(trial.source)
     problem = problem_of(attention, q, k, v)
     if problem.empty or not problem.sk:
         raise InputError("--shape" if problem.empty else "k", "there is nothing to compare: no query rows, or no keys")
@@ -121,7 +122,7 @@ def _trial(trial: Trial, on_gpu: OnGpu | None, seed: int, say: Say) -> Experimen
             at: workers.submit(truth, attention, *_head(q, k, v, at, problem.hq // problem.hkv), index)
             for at, index in wanted.items()
         }
-        predictions = {id(r): _predictions(workers, r, given(r.quantiser, r.attention, q, k, v), pieces) for _, r in legal}
+        predictions = {id(r): _predictions(workers, r, given(r.quantiser, r.attention, *half), pieces) for _, r in legal}
         known: dict[Head, Truth] = {}
         for at, future in truths.items():
             known[at] = future.result()

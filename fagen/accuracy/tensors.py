@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import cast as typed
 
 import numpy as np
@@ -14,8 +15,7 @@ from .. import npz
 from ..attention import Attention
 from ..descales import Descales
 from ..errors import InputError
-from ..oracle import CheckProblem, make_inputs
-from ..oracle.numeric import DTYPES, F32, Array
+from ..oracle.numeric import DTYPES, F32, Array, cast
 from ..oracle.quantise import Quantiser, lse_shift, quantise
 from ..plan.kernel import DESCALES, Problem
 
@@ -24,7 +24,7 @@ HALF_NAMES = {DTYPES[name]: name for name in ("fp16", "bf16")}
 
 @dataclass(frozen=True)
 class RandomSource:
-    """fp16 tensors N(0, 1) with outliers N(0, 100) in one of 1000 elements, of a seed."""
+    """Random tensors of a seed, with outliers. The reference is of the float32 numbers; kernels get them in fp16."""
 
     problem: Problem
     head_dim: int
@@ -39,10 +39,21 @@ class RandomSource:
         return "fp16"
 
     def tensors(self) -> tuple[Array, Array, Array]:
-        p = self.problem
-        wanted = CheckProblem(p.batch, p.sq, p.sk, p.hq, p.hkv)
-        attention = Attention(head_dim=self.head_dim, dtype="fp16")
-        return make_inputs(attention, wanted, seed=self.seed, inputs="outliers")
+        rng, p = np.random.default_rng((self.seed, 4)), self.problem
+        rows = ((p.sq, p.hq), (p.sk, p.hkv), (p.sk, p.hkv))
+        q, k, v = (with_outliers(rng, (p.batch, *r, self.head_dim)) for r in rows)
+        return q, k, v
+
+
+OUTLIERS, OUTLIER_STD = 0.001, np.float32(10)
+"""Share of the elements that are outliers, and the standard deviation of what is added to them: those of the paper."""
+
+
+def with_outliers(rng: np.random.Generator, shape: tuple[int, ...]) -> F32:
+    x: F32 = rng.standard_normal(shape, np.float32)
+    hit = rng.random(shape, np.float32) < OUTLIERS
+    x[hit] += OUTLIER_STD * rng.standard_normal(np.count_nonzero(hit), np.float32)
+    return x
 
 
 @dataclass(frozen=True)
@@ -53,9 +64,8 @@ class FileSource:
 
     @property
     def text(self) -> str:
-        q, k, v = self.tensors()
-        digest = hashlib.sha256(b"".join(np.ascontiguousarray(x).tobytes() for x in (q, k, v))).hexdigest()
-        return f"{self.path.rsplit('/', 1)[-1]}, tensors' sha256 {digest[:16]}"
+        digest = hashlib.sha256(b"".join(np.ascontiguousarray(x).tobytes() for x in self.tensors())).hexdigest()
+        return f"{Path(self.path).name}, sha256 of its tensors {digest[:16]}"
 
     @property
     def dtype(self) -> str:
@@ -122,8 +132,15 @@ class Given:
         return Given(self.q[b, rows, heads], self.k[b, seen, kv_heads], self.v[b, seen, kv_heads], typed(Descales, cut), shift)
 
 
+def in_half(source: Source) -> tuple[Array, Array, Array]:
+    """The tensors as a caller has them in memory: of the source's 16-bit type."""
+    q, k, v = (cast(x, source.dtype) for x in source.tensors())
+    return q, k, v
+
+
 def given(quantiser: Quantiser | None, attention: Attention, q: Array, k: Array, v: Array) -> Given:
-    """The inputs of a kernel that computes `attention`; with a quantiser, e4m3 and descales. InputError for what it cannot quantise."""
+    """The inputs of a kernel that computes `attention`, from tensors in 16 bits; with a quantiser, e4m3 and descales. InputError for what it
+    cannot quantise."""
     if quantiser is None:
         return Given(q, k, v, {}, None)
     z = quantise(q, k, v, quantiser)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from ..attention import Attention
 from ..oracle import reference_rows
 from ..oracle.blocks import problem_of, row_blocks
-from ..oracle.numeric import F64, Array, rounded
+from ..oracle.numeric import F64, Array, cast, rounded
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,11 @@ class Truth:
 
 
 def truth(attention: Attention, q: Array, k: Array, v: Array, rows: npt.NDArray[np.int64]) -> Truth:
-    """q (1, seqlen_q, 1, head_dim), k and v (1, seqlen_k, 1, head_dim), of the 16-bit type of `attention`."""
+    """q (1, seqlen_q, 1, head_dim), k and v (1, seqlen_k, 1, head_dim): exact, or in the 16-bit type of `attention` in which standard
+    attention takes them."""
     out, lse = reference_rows(attention, q, k, v, rows)
-    return Truth(rows, out[0, :, 0], lse[0, 0], standard(attention, q, k, v, rows)[0, :, 0])
+    half = (cast(x, attention.dtype) for x in (q, k, v))
+    return Truth(rows, out[0, :, 0], lse[0, 0], standard(attention, *half, rows)[0, :, 0])
 
 
 def standard(attention: Attention, q: Array, k: Array, v: Array, rows: npt.NDArray[np.int64]) -> F64:

@@ -17,10 +17,8 @@ from ..plan.kernel import Problem
 from ..schedule import Schedule
 from .numeric import F32, Array, cast
 
-Inputs = Literal["normal", "sink", "growing", "descaled", "outliers"]
+Inputs = Literal["normal", "sink", "growing", "descaled"]
 Layout = Literal["contiguous", "fused", "transposed", "strided_k"]
-OUTLIERS, OUTLIER_STD = 0.001, np.float32(10)
-"""Share of the elements that are outliers, and the standard deviation of what is added to them."""
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 
@@ -104,8 +102,7 @@ def make_inputs(
 
     `inputs`: "normal": N(0, amplitude²). "sink": the first four keys score about 8 above the rest (natural units), as the first
     tokens of a language model do. "growing": scores rise along the keys by 100 in all, so that a running maximum moves at every
-    block. "descaled": as "normal"; the problem has random descales (see `make_descales`). "outliers": N(0, amplitude²) and, in one of
-    1000 elements, + N(0, 100) on top: the inputs of FlashAttention-3's experiment on numerical error (arXiv 2407.08608, section 4.3).
+    block. "descaled": as "normal"; the problem has random descales (see `make_descales`).
 
     `layout`: "contiguous" (batch, seq, heads, dim); "fused": slices of one (batch, seq, heads + 2 · kv_heads, dim) tensor, as a
     fused projection leaves them (needs seqlen_q = seqlen_k, head_dim = head_dim_v); "transposed": views of (batch, heads, seq,
@@ -124,10 +121,6 @@ def make_inputs(
             k[:, :4, :, 0] = 8.0 * per_unit
         else:
             k[..., 0] = (np.linspace(0.0, 100.0, problem.sk) * per_unit)[:, None]
-    elif inputs == "outliers":
-        for x in (q, k, v):
-            hit = rng.random(x.shape, np.float32) < OUTLIERS
-            x[hit] += OUTLIER_STD * rng.standard_normal(np.count_nonzero(hit), np.float32)
     return _laid_out(cast(q, attention.dtype), cast(k, attention.dtype), cast(v, attention.dtype), layout)
 
 
