@@ -27,8 +27,8 @@ def truth(attention: Attention, q: Array, k: Array, v: Array, rows: npt.NDArray[
     """q (1, seqlen_q, 1, head_dim), k and v (1, seqlen_k, 1, head_dim): exact, or in the 16-bit type of `attention` in which standard
     attention takes them."""
     out, lse = reference_rows(attention, q, k, v, rows)
-    half = (cast(x, attention.dtype) for x in (q, k, v))
-    return Truth(rows, out[0, :, 0], lse[0, 0], standard(attention, *half, rows)[0, :, 0])
+    hq, hk, hv = (cast(x, attention.dtype) for x in (q, k, v))
+    return Truth(rows, out[0, :, 0], lse[0, 0], standard(attention, hq, hk, hv, rows)[0, :, 0])
 
 
 def standard(attention: Attention, q: Array, k: Array, v: Array, rows: npt.NDArray[np.int64]) -> F64:

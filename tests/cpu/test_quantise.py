@@ -17,7 +17,7 @@ from fagen.oracle.quantise import GRANULARITIES, LEAST_AMAX, Quantised, Quantise
 from fagen.plan.rotation import butterfly_strides, signs
 
 ALL = [
-    Quantiser(granularity=g, hadamard=h, smooth_k=s, tile_q=64, tile_kv=96)
+    Quantiser(granularity=g, hadamard=h, smooth_k=s, tile_q=192, tile_kv=96)
     for g, h, s in itertools.product(GRANULARITIES, (False, True), (False, True))
 ]
 
@@ -89,14 +89,15 @@ def test_q04_zeros_stay_zeros_and_zero_k_gives_the_mean_of_v(quantiser: Quantise
         assert np.isfinite(scale).all() and (scale > 0).all()
     out, lse = simulated(z)
     mean = np.repeat(z.dequantised()[2].astype(float).mean(axis=1), 2, axis=1)
-    np.testing.assert_allclose(out.astype(float), np.broadcast_to(mean[:, None], out.shape), rtol=2**-7, atol=2**-9)
+    step = 2**-4 if quantiser.granularity == "block" else 2**-8  # P carries the scales of v's blocks, which e4m3 rounds
+    np.testing.assert_allclose(out.astype(float), np.broadcast_to(mean[:, None], out.shape), rtol=step, atol=2**-9)
     np.testing.assert_allclose(lse, np.log(203), rtol=1e-5)
 
 
 def test_q04_a_block_of_zeros_has_a_scale_of_its_own() -> None:
     q, k, v = tensors()
     v[:, 96:192] = 0
-    z = quantise(q, k, v, Quantiser(granularity="block", tile_q=64, tile_kv=96))
+    z = quantise(q, k, v, Quantiser(granularity="block", tile_q=192, tile_kv=96))
     assert (z.v_descale[:, :, 1] == np.float32(LEAST_AMAX / 448)).all() and (z.v_descale[:, :, [0, 2]] > 1e-3).all()
     assert not z.v[:, 96:192].astype(np.float32).any()
 
@@ -104,36 +105,35 @@ def test_q04_a_block_of_zeros_has_a_scale_of_its_own() -> None:
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_q04_tiny_values_keep_their_digits(granularity: str) -> None:
     q, k, v = (x.astype(np.float32) * np.float32(1e-30) for x in tensors())
-    z = quantise(q, k, v, Quantiser(granularity=granularity, tile_q=64, tile_kv=96))
+    z = quantise(q, k, v, Quantiser(granularity=granularity, tile_q=192, tile_kv=96))
     for x, y in zip((q, k, v), z.dequantised()):
         big = np.abs(x) > np.abs(x).max() / 64
         assert (np.abs(y - x)[big] <= 2**-4 * np.abs(x)[big]).all()
 
 
 def test_q04_one_outlier_spoils_its_own_scale_only() -> None:
+    """1e4 in KV head 0 of batch 0, and in query head 1, which reads it: e4m3 then steps by 22 in that head, below 2^-6 of a step."""
     q, k, v = tensors(dtype="fp16")
     for x in (q, k, v):
-        x[0, 5, 1, 7] = 1e4
+        x *= np.float16(0.01)
+        x[0, 5, 0, 7] = 1e4
+    q[0, 5, 0, 7], q[0, 5, 1, 7] = 0, 1e4
     tensor, head = (quantise(q, k, v, Quantiser(granularity=g)).dequantised() for g in ("tensor", "head"))
-    for n, x in enumerate((q, k, v)):
+    for x, by_tensor, by_head, spoiled in zip((q, k, v), tensor, head, (2, 1, 1)):
         x = x.astype(np.float32)
         others = np.ones(x.shape, bool)
-        others[0, :, : 2 if n == 0 else None] = (
-            n == 0
-        )  # q's heads 0 and 1 share KV head 0; KV head 1 of batch 0 has k's and v's outlier
-        others[0, :, 0 if n == 0 else 1] = False
-        if n == 0:
-            others[0, :, 1] = False
-        normal = others & (np.abs(x) > 2**-6)
-        assert (np.abs(head[n] - x)[normal] <= 2**-4 * np.abs(x)[normal]).all()
-        small = others & (np.abs(x) < 0.25) & (x != 0)
-        assert np.abs(tensor[n] - x)[small].max() > 4 * np.abs(head[n] - x)[small].max(), "the outlier would show"
+        others[0, :, :spoiled] = False
+        normal = others & (np.abs(x) > 2.0**-6 * np.abs(x[others]).max() / 448)
+        assert (np.abs(by_head - x)[normal] <= 2**-4 * np.abs(x)[normal]).all()
+        assert np.abs(by_head)[0, :, :spoiled].max() == np.abs(by_tensor).max() == pytest.approx(1e4)
+        lost = (by_tensor == 0) & (x != 0) & others
+        assert lost.mean() > 0.5, "with one scale the others become 0"
 
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_q04_nan_stays_and_leaves_the_scale_alone(granularity: str) -> None:
     q, k, v = tensors()
-    quantiser = Quantiser(granularity=granularity, tile_q=64, tile_kv=96)
+    quantiser = Quantiser(granularity=granularity, tile_q=192, tile_kv=96)
     clean = quantise(q, k, v, quantiser)
     q[1, 3, 2, 5] = k[0, 9, 1, 0] = v[2, 200, 0, 63] = np.nan
     z = quantise(q, k, v, quantiser)
@@ -173,7 +173,7 @@ def test_q04_infinity_saturates_with_its_sign(sign: int) -> None:
 def test_shapes_of_scales_and_no_element_beyond_half_a_step(quantiser: Quantiser) -> None:
     q, k, v = tensors()
     z = quantise(q, k, v, quantiser)
-    shapes = {"tensor": [(1,)] * 3, "head": [(3, 2)] * 3, "block": [(3, 4, 3), (3, 2, 3), (3, 2, 3)]}
+    shapes = {"tensor": [(1,)] * 3, "head": [(3, 2)] * 3, "block": [(3, 4, 1), (3, 2, 3), (3, 2, 3)]}
     assert [z.q_descale.shape, z.k_descale.shape, z.v_descale.shape] == shapes[quantiser.granularity]
     xq, xk, xv = (x.astype(np.float32) for x in (q, k, v))
     if quantiser.smooth_k:
@@ -195,8 +195,8 @@ def test_every_scale_is_of_its_own_elements() -> None:
     z = quantise(q, k, v, Quantiser(granularity="head"))
     np.testing.assert_array_equal(z.q_descale * 448, [[2, 8], [32, 128]])
     np.testing.assert_array_equal(z.k_descale * 448, [[4, 128], [4096, 131072]])
-    z = quantise(q, k, v, Quantiser(granularity="block", tile_q=64, tile_kv=96))
-    np.testing.assert_array_equal(z.q_descale * 448, [[[2.0 ** (4 * b + h)] * 3 for h in range(4)] for b in range(2)])
+    z = quantise(q, k, v, Quantiser(granularity="block", tile_q=192, tile_kv=96))
+    np.testing.assert_array_equal(z.q_descale * 448, [[[2.0 ** (4 * b + h)] for h in range(4)] for b in range(2)])
     wanted = [[[2.0 ** (10 * b + 5 * h + n) for n in range(3)] for h in range(2)] for b in range(2)]
     np.testing.assert_array_equal(z.k_descale * 448, wanted)
     assert (z.k.astype(np.float32) == 448).all()
@@ -257,7 +257,7 @@ def test_the_rotation_is_hadamard_times_signs(head_dim: int) -> None:
     x = rng.integers(-8, 9, (5, head_dim)).astype(np.float32)  # sums are exact
     np.testing.assert_array_equal(rotate(x), x @ (dense * np.array(signs(head_dim))).T)
     assert butterfly_strides(head_dim) == tuple(2**i for i in range(len(butterfly_strides(head_dim))))
-    assert np.prod(butterfly_strides(head_dim), dtype=object) * head_dim * 2 >= head_dim
+    assert 2 * butterfly_strides(head_dim)[-1] == head_dim
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
