@@ -164,6 +164,7 @@ class BoundCall:
             check_pointers(q=q, k=k, v=v, out=out, lse=lse)
         if self._no_keys:
             addresses = (q, out, out, out, lse)  # k and v are never read, but TMA descriptors need a valid address
+            scales = (scales[0], 0, 0)  # those of k's and v's blocks have no elements
         if self._scaled:
             check_pointers(**dict(zip(DESCALES, scales)))
             addresses += scales

@@ -39,8 +39,10 @@ class Kernel:
     lse (batch, heads, seqlen_q), float32, the natural logarithm of the softmax's denominator. A row that sees no key has out 0 and
     lse −inf. No gradients are recorded.
 
-    e4m3 only: q stands for q · q_descale, and so k and v. A descale is a number or a float32 array (batch, kv_heads) of any strides,
-    None: 1. A number (or NumPy array) must be finite, and not negative for q and k. Arrays in device memory are read by the kernel, so
+    e4m3 only: q stands for q · q_descale, and so k and v. A descale is a number, None (1), or a float32 array, of which the schedule's
+    scale_granularity says what an element covers: "tensor": one element, in any shape. "head": (batch, kv_heads), of any strides.
+    "block": q's (batch, heads, ceil(seqlen_q / tile_q)), k's and v's (batch, kv_heads, ceil(seqlen_k / tile_kv)), contiguous. A number
+    (or NumPy array) must be finite, and not negative for q and k, and v's blocks. Arrays in device memory are read by the kernel, so
     nothing checks their values: those of q and k must be positive.
 
     All tensors belong to one library: torch, CuPy, JAX, another exporter of DLPack or __cuda_array_interface__ (which must bring
@@ -61,6 +63,7 @@ class Kernel:
         """The CUDA text."""
         self.cubin = cubin
         self.report = report
+        self._signed = {n: descales.is_signed(n, plan.schedule) for n in DESCALES}
         self._seed = 0
         self._user = new_user()
         self._setup = threading.Lock()
@@ -128,7 +131,9 @@ class Kernel:
             bound.run(addresses, handle)
         else:
             arrays = tuple(x.data_ptr() if isinstance(x, torch.Tensor) else 0 for x in scales)
-            bound.run(addresses, handle, arrays, tuple(1.0 if a else _number(n, x) for n, x, a in zip(DESCALES, scales, arrays)))
+            bound.run(
+                addresses, handle, arrays, tuple(1.0 if a else self._number(n, x) for n, x, a in zip(DESCALES, scales, arrays))
+            )
         return out, lse
 
     # the whole path, for a first call and for every library but torch --------------------------------------------------
@@ -139,7 +144,7 @@ class Kernel:
         given = {n: t for n, t in (("q", q), ("k", k), ("v", v), ("out", out), ("lse", lse)) if n in "qkv" or t is not None}
         numbers = ONES
         if scales is not None:
-            found = {n: 1.0 if x is None else descales.as_number(n, x) for n, x in zip(DESCALES, scales)}
+            found = {n: 1.0 if x is None else descales.as_number(n, x, self._signed[n]) for n, x in zip(DESCALES, scales)}
             given |= {n: x for n, x in zip(DESCALES, scales) if found[n] is None}
             numbers = tuple(1.0 if x is None else x for x in found.values())
         frameworks = {n: framework_of(n, t) for n, t in given.items()}
@@ -190,9 +195,10 @@ class Kernel:
 
         arrays = {n: host.describe(n, t, 0) for n, t in given.items()}
         problem, strides = self._check(arrays)
+        form_of = descales.forms(self.plan.schedule, problem)
         for name in DESCALES:
             if name in given:
-                given[name] = descales.as_array(name, given[name], (problem.batch, problem.hkv))
+                given[name] = descales.as_array(name, given[name], form_of[name])
         for name, shape in output_shapes(self.plan.attention, problem).items():
             if name in given:
                 host.check_output(name, given[name])
@@ -223,6 +229,7 @@ class Kernel:
             arrays.get("lse"),
             v_transposed=self.plan.schedule.v_transposed,
             descales={n: arrays[n] for n in DESCALES if n in arrays},
+            forms=lambda problem: descales.forms(self.plan.schedule, problem),
         )
 
     # what is made once -------------------------------------------------------------------------------------------------
@@ -235,7 +242,7 @@ class Kernel:
             _bounded_insert(self._torch_calls, key, bound)
 
     def _bind(
-        self, device: int, problem: Problem, strides: Strides, scale_strides: dict[str, tuple[int, int]], stream: int
+        self, device: int, problem: Problem, strides: Strides, scale_strides: dict[str, tuple[int, ...]], stream: int
     ) -> BoundCall:
         """The bound call for these sizes and strides. Needs the device's context to be current."""
         key = (device, problem, *sorted(strides.items()), *sorted(scale_strides.items()))
@@ -333,22 +340,21 @@ class Kernel:
             raise InternalError(f"the debug record grew from {room} to {nbytes} bytes; its size must not depend on the call")
         return address
 
+    def _number(self, name: str, value: Any) -> float:
+        """A descale that a call like this one has had as a number (or not at all)."""
+        number = 1.0 if value is None else descales.as_number(name, value, self._signed[name])
+        if number is None:
+            raise InputError(name, f"is a {type(value).__name__}; expected a number or an array of q's library")
+        return number
+
     def _forget_bound(self) -> None:
         self._bound.clear()
         self._torch_calls.clear()
 
 
-def _number(name: str, value: Any) -> float:
-    """A descale that a call like this one has had as a number (or not at all)."""
-    number = 1.0 if value is None else descales.as_number(name, value)
-    if number is None:
-        raise InputError(name, f"is a {type(value).__name__}; expected a number or an array of q's library, (batch, kv_heads)")
-    return number
-
-
-def _scale_strides(arrays: dict[str, Array]) -> dict[str, tuple[int, int]]:
+def _scale_strides(arrays: dict[str, Array]) -> dict[str, tuple[int, ...]]:
     """Of the descales that are arrays, in elements."""
-    return {n: (arrays[n].strides[0], arrays[n].strides[1]) for n in DESCALES if n in arrays}
+    return {n: arrays[n].strides for n in DESCALES if n in arrays}
 
 
 def _bounded_insert(calls: dict[Any, BoundCall], key: Any, bound: BoundCall) -> None:

@@ -93,7 +93,8 @@ def tile_registers(attention: Attention, schedule: Schedule) -> dict[str, int]:
     if schedule.partition == "split_kv":
         return _split_kv_registers(attention, schedule)
     early = {"E": scores * size // 4} if schedule.reference == "stale" else {}  # P of the next block, while this one's is in use
-    return {"S": scores, "P": scores * size // 4, **early, "O": out}
+    copy = {"O_sum": out} if schedule.promote_every is not None else {}
+    return {"S": scores, "P": scores * size // 4, **early, "O": out, **copy}
 
 
 def _split_kv_registers(attention: Attention, schedule: Schedule) -> dict[str, int]:

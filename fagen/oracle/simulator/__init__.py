@@ -21,13 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ...attention import Attention
-from ...descales import Descales
+from ...descales import Descales, as_arrays, forms
 from ...errors import InputError
 from ...plan import plan as make_plan
 from ...plan.kernel import KernelLaunch, KernelPlan, Launch, Plan, Problem, scalar_env
 from ...plan.steps import DTYPE_BYTES
 from ...schedule import Schedule
-from ..blocks import problem_of, scales_of
+from ..blocks import problem_of
 from ..numeric import DTYPES, F32, Array
 from .engine import Engine
 from .machine import GlobalMemory, SimulatedDeadlock, SimulatedFault
@@ -67,8 +67,8 @@ def simulate(
 
     q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, head_dim_v): NumPy
     arrays of the attention's dtype (ml_dtypes for bf16 and e4m3), any strides; with the schedule's v_transposed, v (batch, kv_heads,
-    head_dim_v, seqlen_k). `q_descale`, `k_descale`, `v_descale` (e4m3): numbers, or float32 arrays (batch, kv_heads). Returns out (batch, seqlen_q, heads, head_dim_v) in
-    the output dtype and lse (batch, heads, seqlen_q) in float32.
+    head_dim_v, seqlen_k). `q_descale`, `k_descale`, `v_descale` (e4m3): numbers, or float32 arrays as the schedule's scale_granularity
+    says (see `Kernel`). Returns out (batch, seqlen_q, heads, head_dim_v) in the output dtype and lse (batch, heads, seqlen_q) in float32.
 
     `seed` chooses the interleaving; a right plan gives the same bits for every seed. `num_sms` CTAs run side by side, and make up
     the grid of a persistent kernel: with few of them each owns several tiles. `plan`: run this plan instead.
@@ -121,7 +121,8 @@ def _run(
     for name, count in (("num_sms", num_sms), ("ctas", 1 if ctas is None else ctas)):
         if count < 1:
             raise InputError(name, f"is {count}; needs at least 1")
-    scales = scales_of(attention, problem, descales)
+    scales = as_arrays(attention, descales, forms(schedule, problem))
+    scales = {n: x for n, x in scales.items() if x.size}  # of no block: a null pointer, as on a GPU
     if schedule.v_transposed:
         v = v.transpose(0, 3, 1, 2)
     if plan is None:
@@ -137,7 +138,7 @@ def _run(
             _counters(plan, launch),
             spaces=_spaces(plan, launch),
             dtypes={w.name: w.dtype for w in plan.workspaces},
-            descales=dict(scales),
+            descales=scales,
         )
         for kernel, bound in zip(plan.kernels, launch.kernels):
             _run_kernel(kernel, bound, memory, seed, num_sms, ctas)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from .. import scales
 from ..expr import Expr, as_expr, eq, minimum, sym
 from ..registers import transposes
 from ..steps import (
@@ -37,6 +38,7 @@ from ..steps import (
     NArrive,
     OnlineSoftmax,
     Pack,
+    Promote,
     ProxyFence,
     Rescale,
     Role,
@@ -51,11 +53,13 @@ from ..steps import (
     Wait,
 )
 from ..tiles import B, H, J, M, N, Tiles, W
-from .common import HEAD_KV, ROW0, epilogue, locate, p_offset, setup
+from .common import HEAD_KV, ROW0, clear, epilogue, locate, p_offset, setup, sums
 
 LAST = as_expr(0)
 CALM = {"bf16": 2.0**-8, "fp16": 2.0**-8, "e4m3": 2.0**-2}
 """Growth of a row's maximum within a block, as alpha, that the next block's stale reference is likely to bear."""
+FIRST, NEXT = "first_", "next_"
+"""Prefixes of the scalars of a tile's first block, and of the tile's that is joined to it."""
 OLD = ("row0", "h", "b", "h_kv")
 """What the epilogue of a tile needs when the variables already speak of the next one."""
 
@@ -83,7 +87,25 @@ class Wgmma:
 
     def _pv(self, j: Expr, why: str = "") -> Mma:
         trans = self.tiles.attention.dtype != "e4m3"  # 8-bit V stands transposed in shared memory
-        return Mma(name="pv", d="O", a="P", b=self._v(j), accumulate=True, trans_b=trans, unit="wgmma", why=why)
+        anew = self.tiles.schedule.promote_every == 1
+        return Mma(name="pv", d="O", a="P", b=self._v(j), accumulate=not anew, trans_b=trans, unit="wgmma", why=why)
+
+    def _promote(self, j: Expr) -> Body:
+        """Once P·V of block j is done: every `promote_every` blocks, and after the last one, its sum so far joins the float32 copy."""
+        every = self.tiles.schedule.promote_every
+        if every is None:
+            return ()
+        add = Promote(total="O_sum", o="O")
+        if every == 1 or j == LAST:
+            return (add,)
+        due = eq((N - j) % every, 0)
+        return (If(name="promote", cond=due, then=(add, Fill(dst="O", value=0.0))),)
+
+    def _rescale(self, *, unpromoted: bool = False) -> Body:
+        """What was summed against the old reference, in units of the new one. `unpromoted`: the last block's product as well."""
+        lasting = sums(self.tiles)
+        own = ("O",) if unpromoted and "O" not in lasting else ()
+        return tuple(Rescale(o=o, alpha="alpha") for o in (*own, *lasting))
 
     # loads ----------------------------------------------------------------------------------------------------------------
 
@@ -191,6 +213,7 @@ class Wgmma:
         return (
             Frag("S", 64, s.tile_kv, "fp32", "acc64"),
             Frag("O", 64, a.dv, "fp32", "acc64"),
+            *(Frag("O_sum", 64, a.dv, "fp32", "acc64") for _ in range(s.promote_every is not None)),
             Frag("P", 64, s.tile_kv, a.dtype, self._p_layout()),
             *self._early_frags(),
             *(Frag(name, 64, 1, "fp32", "row64") for name in ("m_old", "l_old") if s.fuse_tiles),
@@ -232,7 +255,8 @@ class Wgmma:
             *self._refill(tensor, stages, j),
         )
 
-    def _softmax(self, j: Expr, masked: bool, first: bool = False) -> Body:
+    def _softmax(self, j: Expr, masked: bool, first: str = "") -> Body:
+        """`first`: nothing comes before this block, whose scales have names with this prefix."""
         mask = (Mask(s="S", limits="last_key", first_key=j * self.tiles.schedule.tile_kv),) if masked else ()
         soft = OnlineSoftmax(
             s="S",
@@ -240,9 +264,9 @@ class Wgmma:
             l="l_sum",
             alpha="alpha",
             scale_log2=self.tiles.attention.scale_log2,
-            first=first,
-            scale="score_scale" if self.tiles.attention.dtype == "e4m3" else None,
+            first=bool(first),
             offset=p_offset(self.tiles),
+            **scales.of_softmax(self.tiles, first),
         )
         return (*mask, soft)
 
@@ -294,24 +318,27 @@ class Wgmma:
             CopyRow(dst="m_old", src="m_ref"),
             CopyRow(dst="l_old", src="l_sum"),
             Wait(bar="q_full", cursor="q"),
+            *self._block_scales(N - 1, NEXT),
             Wait(bar="k_full", cursor="k"),
             *self._in_turn(self._qk(N - 1), Wait(bar="v_full", cursor="v"), self._pv_of_old()),
             MmaWait(pending=1, ready=("S",), why="the next tile's first scores are there, this tile's last P·V still runs"),
             *self._release("k", N - 1),
-            *self._softmax(N - 1, masked=True, first=True),
+            *self._softmax(N - 1, masked=True, first=NEXT),
             Pack(p="E", s="S"),
             Hold(row="l_sum"),
             done,
             *self._release("v", LAST),
+            *self._promote(LAST),
             *epilogue(t, old=True),
             Move(dst="P", src="E"),
-            Fill(dst="O", value=0.0),
+            *clear(t),
         )
         last = (
             Wait(bar="v_full", cursor="v"),
             self._pv(LAST),
             done,
             *self._release("v", LAST),
+            *self._promote(LAST),
             *epilogue(t),
         )
         return t.joined_loop(first, more, (*blocks, *self._release_q()), join, last)
@@ -324,11 +351,12 @@ class Wgmma:
     def _first_block(self) -> Body:
         """Q·Kᵀ of the tile's last block and its exact softmax: nothing to run it under yet."""
         return (
+            *self._block_scales(N - 1, FIRST),
             Wait(bar="k_full", cursor="k"),
             *self._in_turn(self._qk(N - 1)),
             MmaWait(pending=0, ready=("S",)),
             *self._release("k", N - 1),
-            *self._softmax(N - 1, masked=True, first=True),
+            *self._softmax(N - 1, masked=True, first=FIRST),
             Pack(p="P", s="S"),
         )
 
@@ -350,22 +378,28 @@ class Wgmma:
 
     def _blocks_in_order(self) -> Body:
         block = {masked: self._block_in_order(masked) for masked in (True, False)}
-        return (*self._segments(N - 1, block, always_masked=True), *self._release_q())
+        rest = self._promote(LAST) if "O" in sums(self.tiles) else ()
+        return (*self._segments(N - 1, block, always_masked=True), *rest, *self._release_q())
 
     def _block_in_order(self, masked: bool) -> Body:
         return (
+            *self._block_scales(J),
             Wait(bar="k_full", cursor="k"),
             self._qk(J),
             MmaWait(pending=0, ready=("S",)),
             *self._release("k", J),
             *self._softmax(J, masked),
             Pack(p="P", s="S"),
-            Rescale(o="O", alpha="alpha"),
+            *self._rescale(),
             Wait(bar="v_full", cursor="v"),
             self._pv(J),
             MmaWait(pending=0, ready=("O", "P")),
             *self._release("v", J),
+            *self._promote(J),
         )
+
+    def _block_scales(self, j: Expr, prefix: str = "") -> Body:
+        return scales.of_block(self.tiles, HEAD_KV, B, j, prefix)
 
     def _blocks_rotated(self) -> Body:
         prologue = self._first_block()
@@ -379,12 +413,14 @@ class Wgmma:
             self._pv(LAST),
             MmaWait(pending=0, ready=("O", "P")),
             *self._release("v", LAST),
+            *self._promote(LAST),
         )
         return (*prologue, *self._segments(N - 2, block, always_masked=self.tiles.attention.causal), *tail)
 
     def _block_overlapped(self, masked: bool) -> Body:
         """within, both: the softmax of block j runs while P(j+1)·V(j+1) is in flight."""
         return (
+            *self._block_scales(J),
             Wait(bar="k_full", cursor="k"),
             *self._in_turn(self._qk(J), Wait(bar="v_full", cursor="v"), self._pv(J + 1)),
             MmaWait(pending=1, ready=("S",), why="the scores are there, P·V still runs"),
@@ -392,8 +428,9 @@ class Wgmma:
             *self._softmax(J, masked),
             MmaWait(pending=0, ready=("O", "P")),
             *self._release("v", J + 1),
+            *self._promote(J + 1),
             Pack(p="P", s="S"),
-            Rescale(o="O", alpha="alpha"),
+            *self._rescale(),
         )
 
     def _block_stale(self, masked: bool) -> Body:
@@ -406,8 +443,17 @@ class Wgmma:
         assert isinstance(exact, OnlineSoftmax)
         done = MmaWait(pending=0, ready=("O", "P"))
         mask = self._softmax(J, masked)[:-1]
-        scale = {"scale_log2": exact.scale_log2, "scale": exact.scale, "offset": exact.offset}
-        stale = StaleSoftmax(calm="calm", e="E", s="S", m="m_ref", part="part", fits="fits", **scale)  # type: ignore[arg-type]
+        stale = StaleSoftmax(
+            calm="calm",
+            e="E",
+            s="S",
+            m="m_ref",
+            part="part",
+            fits="fits",
+            scale_log2=exact.scale_log2,
+            offset=exact.offset,
+            **scales.of_softmax(self.tiles),
+        )
         vote = Vote(
             name="exact",
             unless="fits",
@@ -415,12 +461,13 @@ class Wgmma:
                 exact,
                 Pack(p="E", s="S"),
                 done,
-                Rescale(o="O", alpha="alpha"),
+                *self._rescale(unpromoted=True),
                 Calm(var="calm", alpha="alpha", least=CALM[self.tiles.attention.dtype]),
             ),
             orelse=(AddSums(l="l_sum", part="part"), done),
         )
         return (
+            *self._block_scales(J),
             Wait(bar="k_full", cursor="k"),
             *self._in_turn(self._qk(J), Wait(bar="v_full", cursor="v"), self._pv(J + 1)),
             MmaWait(pending=1, ready=("S",), why="the scores are there, P·V still runs"),
@@ -429,19 +476,22 @@ class Wgmma:
             stale,
             vote,
             *self._release("v", J + 1),
+            *self._promote(J + 1),
             Move(dst="P", src="E"),
         )
 
     def _block_waited(self, masked: bool) -> Body:
         """pingpong: both products are done before the softmax, which runs under the other warpgroup's."""
         return (
+            *self._block_scales(J),
             Wait(bar="v_full", cursor="v"),
             Wait(bar="k_full", cursor="k"),
             *self._in_turn(self._pv(J + 1), self._qk(J)),
             MmaWait(pending=0, ready=("O", "P", "S")),
             *self._release("v", J + 1),
             *self._release("k", J),
+            *self._promote(J + 1),
             *self._softmax(J, masked),
             Pack(p="P", s="S"),
-            Rescale(o="O", alpha="alpha"),
+            *self._rescale(),
         )
