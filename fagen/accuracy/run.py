@@ -30,6 +30,9 @@ PARTS = 32
 MOST_SCORES = 1 << 30
 """Scores of a problem above which only some rows of every head get a reference: float64 takes a minute of a core for so many."""
 
+WORTH_PROCESSES = 1 << 26
+"""Scores above which more processes than this one pay; starting one takes a second."""
+
 Head = tuple[int, int]
 Say = Callable[[str], None]
 
@@ -117,7 +120,8 @@ def _trial(trial: Trial, on_gpu: OnGpu | None, seed: int, say: Say) -> Experimen
     pieces = parts(problem, rows, PARTS, seed)
     wanted = _rows_by_head(problem, pieces, None if on_gpu is None else seed)
     legal = [(name, r) for name, r in trial.recipes if not r.refused]
-    with pool(len(wanted) + len(legal) * len(pieces)) as workers:
+    scores = problem.sk * sum(map(len, wanted.values())) * (1 + len(legal))
+    with pool(len(wanted) + len(legal) * len(pieces) if scores > WORTH_PROCESSES else 1) as workers:
         truths = {
             at: workers.submit(truth, attention, *_head(q, k, v, at, problem.hq // problem.hkv), index)
             for at, index in wanted.items()
