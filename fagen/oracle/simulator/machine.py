@@ -38,6 +38,8 @@ class GlobalMemory:
     """Of those given: one number, (batch, KV heads), or (batch, heads, blocks)."""
     spaces: dict[str, Array] = field(default_factory=dict)
     """Float workspaces (batch, heads, rows, cols) in float32, NaN until written."""
+    cut_sums: bool = False
+    """Whether e4m3 products are added up as the tensor core does, instead of in float32."""
     dtypes: dict[str, str] = field(default_factory=dict)
     """Of the workspaces."""
     written: dict[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
@@ -113,6 +115,7 @@ class SharedSlot:
         # Tile numbers need more than float32's 24 bits.
         self.data: Array = np.full((smem.rows, smem.cols), np.nan, np.float64 if smem.dtype == "i32" else np.float32)
         self.bytes = smem.tile_bytes
+        self.dtype = smem.dtype
         self.version = 0
         self.unfenced: set[str] = set()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...plan.steps import Frag
-from ..numeric import F32, Array, matmul
+from ..numeric import F32, Array, tensor_core
 from .machine import SharedSlot, SimulatedFault
 
 
@@ -85,12 +85,21 @@ class SharedOperand:
 
 
 class Product:
-    """One WGMMA group: d (+)= a · b. Computed when it completes, from what its operands hold then; `result` is None until then."""
+    """One WGMMA group: d (+)= a · b. Computed when it completes, from what its operands hold then; `result` is None until then. `sums`:
+    the type as whose products the tensor core adds up: "fp32", or "e4m3" with its few bits."""
 
     def __init__(
-        self, step: str, d: Register, a: Register | SharedOperand, b: SharedOperand, *, accumulate: bool, trans_b: bool
+        self,
+        step: str,
+        d: Register,
+        a: Register | SharedOperand,
+        b: SharedOperand,
+        *,
+        accumulate: bool,
+        trans_b: bool,
+        sums: str = "fp32",
     ) -> None:
-        self._step, self._shape, self._trans_b, self._b = step, d.shape, trans_b, b
+        self._step, self._shape, self._trans_b, self._b, self._sums = step, d.shape, trans_b, b, sums
         self.spoiled = False
         self.result: Array | None = None
         self._a = a.lend(self, as_result=False) if isinstance(a, Register) else a
@@ -104,7 +113,7 @@ class Product:
         if self.spoiled:
             self.result = np.full(self._shape, np.nan, np.float32)
         else:
-            self.result = multiply(self._step, self._shape, a, self._b.read(), self._trans_b, c)
+            self.result = multiply(self._step, self._shape, a, self._b.read(), self._trans_b, c, self._sums)
 
 
 def _content(x: Array | Product) -> Array:
@@ -114,10 +123,9 @@ def _content(x: Array | Product) -> Array:
     return x
 
 
-def multiply(step: str, shape: tuple[int, int], a: Array, b: Array, trans_b: bool, c: Array | None) -> F32:
-    """c + a · b in float32; b is [n][k], with `trans_b` [k][n]."""
+def multiply(step: str, shape: tuple[int, int], a: Array, b: Array, trans_b: bool, c: Array | None, sums: str = "fp32") -> F32:
+    """c + a · b in float32, added up as `tensor_core` does for the type `sums`; b is [n][k], with `trans_b` [k][n]."""
     n, k = b.shape[::-1] if trans_b else b.shape
     if a.shape != (shape[0], k) or n != shape[1]:
         raise SimulatedFault(f"{step}: {a.shape} · {(k, n)} does not give {shape}")
-    d: F32 = matmul(a, b if trans_b else b.T)
-    return d if c is None else np.add(c, d, out=d)
+    return tensor_core(a, b if trans_b else b.T, sums, terms=True, start=c)
