@@ -34,7 +34,7 @@ WAYS = (
     Way("per block, Hadamard", "block", hadamard=True),
     Way("per block, Hadamard, smooth K", "block", hadamard=True, smooth_k=True),
 )
-PLAIN = WAYS[0].label
+PLAIN = WAYS[0]
 """The row that the others are compared with."""
 
 PROMOTIONS: tuple[int | None, ...] = (None, 8, 1)

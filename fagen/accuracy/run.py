@@ -18,9 +18,9 @@ from ..errors import InputError
 from ..oracle import simulate
 from ..oracle.blocks import problem_of
 from ..oracle.numeric import Array
-from ..oracle.quantise import Quantiser
+from ..oracle.quantise import Quantiser, quantise
 from ..plan.kernel import Problem
-from .recipes import Recipe
+from .recipes import PLAIN, Recipe
 from .result import SCHEMA, WITHIN, AccuracyResult, AccuracyRow, Errors, Experiment
 from .tensors import Given, Part, Source, given, in_half, parts
 from .truth import Truth, truth
@@ -111,9 +111,11 @@ def attention_of(trial: Trial) -> Attention:
 
 def _trial(trial: Trial, on_gpu: OnGpu | None, seed: int, say: Say) -> Experiment:
     attention = attention_of(trial)
-    q, k, v = trial.source.tensors()
-    half = in_half(trial.source)
-    problem = problem_of(attention, q, k, v)
+    exact, half = trial.source.tensors(), in_half(trial.source)
+    problem = problem_of(attention, *exact)
+    group = problem.hq // max(1, problem.hkv)
+    eight_bit = any(r.quantiser and not r.refused for _, r in trial.recipes)
+    coarse = quantise(*half, Quantiser(granularity=PLAIN.granularity)).dequantised() if eight_bit else None
     if problem.empty or not problem.sk:
         raise InputError("--shape" if problem.empty else "k", "there is nothing to compare: no query rows, or no keys")
     rows = math.lcm(*(r.schedule.tile_q for _, r in trial.recipes))
@@ -123,7 +125,9 @@ def _trial(trial: Trial, on_gpu: OnGpu | None, seed: int, say: Say) -> Experimen
     scores = problem.sk * sum(map(len, wanted.values())) * (1 + len(legal))
     with pool(len(wanted) + len(legal) * len(pieces) if scores > WORTH_PROCESSES else 1) as workers:
         truths = {
-            at: workers.submit(truth, attention, *_head(q, k, v, at, problem.hq // problem.hkv), index)
+            at: workers.submit(
+                truth, attention, *_head(*exact, at, group), index, None if coarse is None else _head(*coarse, at, group)
+            )
             for at, index in wanted.items()
         }
         predictions = {id(r): _predictions(workers, r, given(r.quantiser, r.attention, *half), pieces) for _, r in legal}
@@ -132,7 +136,7 @@ def _trial(trial: Trial, on_gpu: OnGpu | None, seed: int, say: Say) -> Experimen
             known[at] = future.result()
             say(f"{trial.title}: reference of batch {at[0]}, head {at[1]}")
         table = _Table(known, pieces, on_gpu is not None)
-        out = [table.standard(attention)]
+        out = table.standard(attention)
         for n, (name, recipe) in enumerate(trial.recipes):
             simulated = [f.result() for f in predictions.get(id(recipe), ())]
             out.append(table.schedule(name, recipe, simulated, None if on_gpu is None else on_gpu.recipes[n]))
@@ -240,13 +244,24 @@ class _Table:
         mine = [i for p, (_, i) in zip(self.pieces, self._places) if (p.batch, p.head) == head]
         return t.out[np.concatenate(mine)]
 
-    def standard(self, attention: Attention) -> AccuracyRow:
-        whole, sampled = _Tally(with_lse=False), _Tally(with_lse=False)
-        for t in self.truths.values():
-            whole.add(t.standard, t.out, None, t.lse)
-        for t, index in self._places:
-            sampled.add(t.standard[index], t.out[index], None, t.lse[index])
+    def standard(self, attention: Attention) -> list[AccuracyRow]:
+        """Standard attention on the 16-bit tensors, and on those rounded to e4m3 with a scale for each tensor."""
         label = f"scores, P and out in {attention.dtype}"
+        rows = [self._in_numpy(label, attention, [t.standard for t in self.truths.values()])]
+        eighth = [t.standard_e4m3 for t in self.truths.values() if t.standard_e4m3 is not None]
+        if eighth:
+            label = f"e4m3 per tensor; scores and out in {attention.dtype}, P in e4m3"
+            rows.append(self._in_numpy(label, attention, eighth))
+        return rows
+
+    def _in_numpy(self, label: str, attention: Attention, outs: Sequence[Array]) -> AccuracyRow:
+        """`outs`: of the heads, in the order of the truths."""
+        whole, sampled = _Tally(with_lse=False), _Tally(with_lse=False)
+        of_head = dict(zip(self.truths, outs))
+        for at, t in self.truths.items():
+            whole.add(of_head[at], t.out, None, t.lse)
+        for p, (t, index) in zip(self.pieces, self._places):
+            sampled.add(of_head[p.batch, p.head][index], t.out[index], None, t.lse[index])
         row = AccuracyRow("standard attention", "standard", label, attention, None, None, "right", "", None, None, sampled.errors())
         return replace(row, measured=whole.errors()) if self.all_rows else row
 

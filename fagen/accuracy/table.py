@@ -16,7 +16,7 @@ def cells(experiment: Experiment, row: AccuracyRow) -> tuple[str, ...]:
     e = row.errors
     if e is None:
         return (row.kernel, row.recipe, row.outcome, "", "", "", "", "")
-    plain = next((r.errors for r in experiment.rows if r.kernel == row.kernel and r.recipe == PLAIN and r.quantiser), None)
+    plain = next((r.errors for r in experiment.rows if r.kernel == row.kernel and r.recipe == PLAIN.label and r.quantiser), None)
     ratio = "" if plain is None else f"{e.rmse / plain.rmse:.2f}"
     share = f"{100 * e.rmse / experiment.rms_out:.2g} %"
     agreed = agreement(row)
@@ -32,12 +32,14 @@ def head(result: AccuracyResult) -> tuple[str, ...]:
 def best(experiment: Experiment) -> list[str]:
     """For every kernel quantised in several ways, a sentence on the best one."""
     out = []
+    naive = next((r.errors.rmse for r in experiment.rows if r.kind == "standard" and "e4m3" in r.recipe and r.errors), None)
     for kernel in dict.fromkeys(r.kernel for r in experiment.rows if r.kind == "schedule" and r.quantiser):
         found = [(r.errors.rmse, r.recipe) for r in experiment.rows if r.kernel == kernel and r.errors and not r.bad]
-        plain = next((rmse for rmse, recipe in found if recipe == PLAIN), None)
+        plain = next((rmse for rmse, recipe in found if recipe == PLAIN.label), None)
         if plain:
             rmse, recipe = min(found)
-            out.append(f"{kernel}: best is {recipe}, {rmse / plain:.2f} of {PLAIN}.")
+            beside = "" if naive is None else f", {rmse / naive:.2f} of standard attention in e4m3"
+            out.append(f"{kernel}: best is {recipe}, {rmse / plain:.2f} of {PLAIN.label}{beside}.")
     return out
 
 
