@@ -49,6 +49,9 @@ def main() -> int:
     except FagenError as e:
         print(f"model_tensors: {e}", file=sys.stderr)
         return 2
+    except (KeyError, ValueError) as e:  # other names, shapes or files
+        print(f"model_tensors: {args.model}: is no BERT as this script reads it: {e!r}", file=sys.stderr)
+        return 2
     heads, columns = config["num_attention_heads"], config["hidden_size"] // config["num_attention_heads"]
     print(f"{args.output}: q, k, v {arrays['q'].shape} {args.dtype}, {len(tokens)} sequences × {len(qkv)} layers, {heads} heads")
     print(f"softmax scale: --set head_dim={PADDED} --set scale={columns**-0.5!r}")
