@@ -41,6 +41,8 @@ class GlobalMemory:
     dtypes: dict[str, str] = field(default_factory=dict)
     """Of the workspaces."""
     written: dict[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
+    exact_sums: bool = False
+    """Whether the tensor core's e4m3 sums are cut term by term (see `numeric.tensor_core`)."""
 
     def __post_init__(self) -> None:
         self.written = {name: np.zeros(x.shape[:3], bool) for name, x in self.outputs.items()}
@@ -113,6 +115,7 @@ class SharedSlot:
         # Tile numbers need more than float32's 24 bits.
         self.data: Array = np.full((smem.rows, smem.cols), np.nan, np.float64 if smem.dtype == "i32" else np.float32)
         self.bytes = smem.tile_bytes
+        self.dtype = smem.dtype
         self.version = 0
         self.unfenced: set[str] = set()
 
