@@ -181,7 +181,7 @@ def _predictions(workers: Executor, recipe: Recipe, inputs: Given, pieces: Seque
 
 def predict(recipe: Recipe, inputs: Given) -> tuple[Array, Array]:
     """out (rows, head_dim_v) and lse (rows,) of a problem of one head, by the simulator."""
-    out, lse = simulate(recipe.attention, recipe.schedule, inputs.q, inputs.k, inputs.v, cut_sums=True, **inputs.descales)
+    out, lse = simulate(recipe.attention, recipe.schedule, inputs.q, inputs.k, inputs.v, exact_sums=True, **inputs.descales)
     return out[0, :, 0].astype(np.float64), lse[0, 0] + (0 if inputs.shift is None else inputs.shift[0, 0])
 
 

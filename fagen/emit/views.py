@@ -129,7 +129,7 @@ def _tma_load(s: st.TmaLoad, x: Scope) -> tuple[str, View]:
         "seq": x.c(s.seq),
         "head": x.c(s.head),
         "batch": x.c(s.batch),
-        "policy": s.hint,
+        "policy": s.hint if s.keeps_hint else f"l2_{s.hint}()",
     }
     if not s.transposed:
         return "tma_load", values

@@ -266,7 +266,7 @@ class TmaLoad(Step):
     complete `full`. Announces the bytes to the barrier (one arrival with expect_tx) just before. Rows past the tensor read as 0.
 
     `transposed`: the tensor is (batch, heads, head_dim, seq), and the tile holds all its rows and the columns from `seq` on: one request
-    for each chunk."""
+    for each chunk. `keeps_hint`: the cache policy of the hint stays in two registers from load to load; else it is made where it is used."""
 
     src: str
     dst: Slot
@@ -276,6 +276,7 @@ class TmaLoad(Step):
     batch: Expr
     hint: Literal["evict_first", "evict_last"]
     transposed: bool = False
+    keeps_hint: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -245,7 +245,7 @@ def outputs() -> list[accuracy.Measured]:
     found = []
     for _, r in t.recipes:
         inputs = given(r.quantiser, r.attention, *in_half(t.source))
-        out, lse = simulate(r.attention, r.schedule, inputs.q, inputs.k, inputs.v, cut_sums=True, **inputs.descales)
+        out, lse = simulate(r.attention, r.schedule, inputs.q, inputs.k, inputs.v, exact_sums=True, **inputs.descales)
         found.append(accuracy.Measured(out, lse if inputs.shift is None else lse + inputs.shift))
     return found
 
@@ -312,7 +312,7 @@ class FakeKernel:
         self.plan = plan
 
     def __call__(self, q: Any, k: Any, v: Any, *, out: Any, lse: Any, **descales: Any) -> None:
-        out[...], lse[...] = simulate(self.plan.attention, self.plan.schedule, q, k, v, cut_sums=True, **descales)
+        out[...], lse[...] = simulate(self.plan.attention, self.plan.schedule, q, k, v, exact_sums=True, **descales)
 
     def unload(self) -> None:
         pass

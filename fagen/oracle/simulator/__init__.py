@@ -6,8 +6,8 @@ at the MmaWait that names them, cp.async data at the CpWait of the warp that cop
 empty, freed or being filled, registers of a product in flight. So a missing wait gives NaN, or a `SimulatedDeadlock` that names who
 stands where; a barrier that is arrived at too often, or an access out of bounds, is a `SimulatedFault`.
 
-Numbers are the GPU's up to the order of summation: products of the rounded operands summed in float32 (those of e4m3, with `cut_sums`,
-as Hopper's tensor core does), ex2 in float32, P and O rounded to their types. Register layouts, swizzles and clocks are not modelled, and a role instance moves as one: what goes wrong only
+Numbers are the GPU's up to the order of summation: products of the rounded operands summed in float32 (e4m3: as `numeric.tensor_core`
+says), ex2 in float32, P and O rounded to their types. Register layouts, swizzles and clocks are not modelled, and a role instance moves as one: what goes wrong only
 between the warps of one warpgroup is for the proof to find.
 """
 
@@ -61,7 +61,7 @@ def simulate(
     seed: int = 0,
     plan: Plan | None = None,
     num_sms: int = 2,
-    cut_sums: bool = False,
+    exact_sums: bool = False,
     **descales: Unpack[Descales],
 ) -> tuple[Array, F32]:
     """The output of the kernel that `plan(attention, schedule)` describes, run step by step on the CPU.
@@ -72,15 +72,18 @@ def simulate(
     says (see `Kernel`). Returns out (batch, seqlen_q, heads, head_dim_v) in the output dtype and lse (batch, heads, seqlen_q) in float32.
 
     `seed` chooses the interleaving; a right plan gives the same bits for every seed. `num_sms` CTAs run side by side, and make up
-    the grid of a persistent kernel: with few of them each owns several tiles. `plan`: run this plan instead. `cut_sums`: add up e4m3
-    products with the few bits of the tensor core (see `numeric.tensor_core`) instead of in float32; takes ten times as long.
+    the grid of a persistent kernel: with few of them each owns several tiles. `plan`: run this plan instead. `exact_sums`: the tensor
+    core's e4m3 sums are cut term by term, as on the GPU, and not only where a product of depth 32 ends: what to predict errors of long
+    sums with, and many times slower.
 
     A block of 128 × 128 takes about 0.4 ms with WGMMA, four times that with mma.sync and its eight warps; so 2048² of one head takes
     0.1 to 0.5 s. For longer sequences see `simulate_sample`.
 
     Raises InputError for tensors that do not fit the attention, SimulatedDeadlock and SimulatedFault for a plan that is wrong.
     """
-    run = _run(attention, schedule, q, k, v, seed=seed, plan=plan, num_sms=num_sms, ctas=None, cut_sums=cut_sums, descales=descales)
+    run = _run(
+        attention, schedule, q, k, v, seed=seed, plan=plan, num_sms=num_sms, ctas=None, exact_sums=exact_sums, descales=descales
+    )
     return run.out, run.lse
 
 
@@ -94,7 +97,7 @@ def simulate_sample(
     seed: int = 0,
     plan: Plan | None = None,
     ctas: int = 8,
-    cut_sums: bool = False,
+    exact_sums: bool = False,
     **descales: Unpack[Descales],
 ) -> Simulation:
     """As `simulate`, for `ctas` CTAs only, chosen by the seed: the way to check sequences above 2048 rows.
@@ -102,7 +105,17 @@ def simulate_sample(
     Persistent kernels are bound to as many SMs as there are tiles, so that a CTA is one tile; under "batch_heads" it is one head.
     """
     return _run(
-        attention, schedule, q, k, v, seed=seed, plan=plan, num_sms=ONE_TILE_EACH, ctas=ctas, cut_sums=cut_sums, descales=descales
+        attention,
+        schedule,
+        q,
+        k,
+        v,
+        seed=seed,
+        plan=plan,
+        num_sms=ONE_TILE_EACH,
+        ctas=ctas,
+        exact_sums=exact_sums,
+        descales=descales,
     )
 
 
@@ -117,7 +130,7 @@ def _run(
     plan: Plan | None,
     num_sms: int,
     ctas: int | None,
-    cut_sums: bool,
+    exact_sums: bool,
     descales: Descales,
 ) -> Simulation:
     problem = problem_of(attention, q, k, v, schedule.v_transposed)
@@ -145,7 +158,7 @@ def _run(
             spaces=_spaces(plan, launch),
             dtypes={w.name: w.dtype for w in plan.workspaces},
             descales=scales,
-            cut_sums=cut_sums,
+            exact_sums=exact_sums,
         )
         for kernel, bound in zip(plan.kernels, launch.kernels):
             _run_kernel(kernel, bound, memory, seed, num_sms, ctas)

@@ -339,9 +339,9 @@ class Instance:
         n = d.shape[1]
         b = self._operand(step.b, *((depth, n) if step.trans_b else (n, depth)))
         if step.unit == "wgmma":
-            cut = self.cta.memory.cut_sums and b.slot.dtype == "e4m3"
-            sums = "e4m3" if cut else "fp32"
-            self._open.append(Product(step.id, d, a, b, accumulate=step.accumulate, trans_b=step.trans_b, sums=sums))
+            exact = self.cta.memory.exact_sums
+            product = Product(step.id, d, a, b, accumulate=step.accumulate, trans_b=step.trans_b, exact_sums=exact)
+            self._open.append(product)
         else:
             left = a.value if isinstance(a, Register) else a.now()
             d.write(multiply(step.id, d.shape, left, b.now(), step.trans_b, d.value if step.accumulate else None))

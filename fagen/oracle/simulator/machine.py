@@ -38,11 +38,11 @@ class GlobalMemory:
     """Of those given: one number, (batch, KV heads), or (batch, heads, blocks)."""
     spaces: dict[str, Array] = field(default_factory=dict)
     """Float workspaces (batch, heads, rows, cols) in float32, NaN until written."""
-    cut_sums: bool = False
-    """Whether e4m3 products are added up as the tensor core does, instead of in float32."""
     dtypes: dict[str, str] = field(default_factory=dict)
     """Of the workspaces."""
     written: dict[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
+    exact_sums: bool = False
+    """Whether the tensor core's e4m3 sums are cut term by term (see `numeric.tensor_core`)."""
 
     def __post_init__(self) -> None:
         self.written = {name: np.zeros(x.shape[:3], bool) for name, x in self.outputs.items()}

@@ -85,8 +85,7 @@ class SharedOperand:
 
 
 class Product:
-    """One WGMMA group: d (+)= a · b. Computed when it completes, from what its operands hold then; `result` is None until then. `sums`:
-    the type as whose products the tensor core adds up: "fp32", or "e4m3" with its few bits."""
+    """One WGMMA group: d (+)= a · b. Computed when it completes, from what its operands hold then; `result` is None until then."""
 
     def __init__(
         self,
@@ -97,9 +96,10 @@ class Product:
         *,
         accumulate: bool,
         trans_b: bool,
-        sums: str = "fp32",
+        exact_sums: bool = False,
     ) -> None:
-        self._step, self._shape, self._trans_b, self._b, self._sums = step, d.shape, trans_b, b, sums
+        self._step, self._shape, self._trans_b, self._b = step, d.shape, trans_b, b
+        self._exact_sums = exact_sums
         self.spoiled = False
         self.result: Array | None = None
         self._a = a.lend(self, as_result=False) if isinstance(a, Register) else a
@@ -113,7 +113,9 @@ class Product:
         if self.spoiled:
             self.result = np.full(self._shape, np.nan, np.float32)
         else:
-            self.result = multiply(self._step, self._shape, a, self._b.read(), self._trans_b, c, self._sums)
+            self.result = multiply(
+                self._step, self._shape, a, self._b.read(), self._trans_b, c, self._b.slot.dtype, self._exact_sums
+            )
 
 
 def _content(x: Array | Product) -> Array:
@@ -123,9 +125,19 @@ def _content(x: Array | Product) -> Array:
     return x
 
 
-def multiply(step: str, shape: tuple[int, int], a: Array, b: Array, trans_b: bool, c: Array | None, sums: str = "fp32") -> F32:
-    """c + a · b in float32, added up as `tensor_core` does for the type `sums`; b is [n][k], with `trans_b` [k][n]."""
+def multiply(
+    step: str,
+    shape: tuple[int, int],
+    a: Array,
+    b: Array,
+    trans_b: bool,
+    c: Array | None,
+    dtype: str = "fp32",
+    exact_sums: bool = False,
+) -> F32:
+    """c + a · b as the tensor core sums products of `dtype`; b is [n][k], with `trans_b` [k][n]."""
     n, k = b.shape[::-1] if trans_b else b.shape
     if a.shape != (shape[0], k) or n != shape[1]:
         raise SimulatedFault(f"{step}: {a.shape} · {(k, n)} does not give {shape}")
-    return tensor_core(a, b if trans_b else b.T, sums, terms=True, start=c)
+    d: F32 = tensor_core(a, b if trans_b else b.T, dtype, terms=exact_sums, start=c)
+    return d

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from .. import scales
 from ..expr import Expr, as_expr, eq, minimum, sym
-from ..registers import transposes
+from ..registers import keeps_hints, transposes
 from ..steps import (
     AddSums,
     Advance,
@@ -114,7 +114,17 @@ class Wgmma:
         row = M * self.tiles.schedule.tile_q
         return (
             Wait(bar="q_empty", cursor="load_q"),
-            TmaLoad(name="load_q", src="q", dst=q, full="q_full", seq=row, head=H, batch=B, hint="evict_first"),
+            TmaLoad(
+                name="load_q",
+                src="q",
+                dst=q,
+                full="q_full",
+                seq=row,
+                head=H,
+                batch=B,
+                hint="evict_first",
+                keeps_hint=self.keeps_hints,
+            ),
             Advance(cursor="load_q"),
         )
 
@@ -132,6 +142,7 @@ class Wgmma:
             batch=B,
             hint="evict_last",
             transposed=tensor == "v" and self.tiles.schedule.v_transposed,
+            keeps_hint=self.keeps_hints,
         )
         return Wait(bar=f"{ring}_empty", cursor=cursor), load, Advance(cursor=cursor)
 
@@ -152,6 +163,10 @@ class Wgmma:
         assert self.registers is not None
         warps = 1 if self.transposes else 4
         return Role("producer", 1, warps, True, self.registers[0], (), cursors, self.tiles.producer_loop(tile))
+
+    @property
+    def keeps_hints(self) -> bool:
+        return self._is_uniform or keeps_hints(self.tiles.attention, self.tiles.schedule)
 
     @property
     def transposes(self) -> bool:
