@@ -52,9 +52,9 @@ def simulate(
 
     q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, head_dim_v), or
     (batch, kv_heads, head_dim_v, seqlen_k) where the schedule says v_transposed: NumPy arrays of the attention's dtype (of ml_dtypes
-    for bf16 and e4m3). Descales (e4m3): numbers or float32 arrays (batch, kv_heads); None: 1. Returns out (batch, seqlen_q, heads, head_dim_v) and lse
-    (batch, heads, seqlen_q), float32. `seed` chooses the order in which warps and copies get their turns; a right kernel gives the
-    same bits for every one. A 128 × 128 tile takes about 1 ms.
+    for bf16 and e4m3). Descales (e4m3): numbers or float32 arrays, as `Kernel` takes them; None: 1. Returns out (batch, seqlen_q, heads,
+    head_dim_v) and lse (batch, heads, seqlen_q), float32. `seed` chooses the order in which warps and copies get their turns; a right
+    kernel gives the same bits for every one. A 128 × 128 tile takes about 1 ms.
 
     Raises ScheduleError, InputError naming the tensor, LaunchError for a plan that hangs or breaks a rule of the hardware.
     """
@@ -68,8 +68,9 @@ def reference(
 ) -> tuple[Array, Array]:
     """softmax(scale · Q Kᵀ + mask) V in float64, on the inputs as they are.
 
-    Shapes and descales as in `simulate`, v never transposed, any real dtype. Returns out (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q), the
-    natural logarithm; a row that sees no key has out 0 and lse −inf. Raises InputError naming the tensor.
+    Shapes as in `simulate`, v never transposed, any real dtype. Descales: numbers, float32 arrays (batch, kv_heads), or one for each row:
+    q's (batch, heads, seqlen_q), k's and v's (batch, kv_heads, seqlen_k). Returns out (batch, seqlen_q, heads, head_dim_v) and lse
+    (batch, heads, seqlen_q), the natural logarithm; a row that sees no key has out 0 and lse −inf. Raises InputError naming the tensor.
     """
     descales: Descales = {"q_descale": q_descale, "k_descale": k_descale, "v_descale": v_descale}
     return oracle.reference(attention, np.asarray(q), np.asarray(k), np.asarray(v), **descales)

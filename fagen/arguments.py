@@ -196,7 +196,7 @@ class BoundCall:
         InputError: an address is misaligned, or the driver cannot describe a tensor to TMA.
         """
         if self._scaled:
-            addresses += scales
+            addresses += (scales[0], 0, 0) if self._no_keys else scales  # those of k's and v's blocks then have no elements
         elsewhere = self._get_current()[1] != self._context_object  # also after an error, which the next call then raises
         if elsewhere:
             driver.push_context(self._context)

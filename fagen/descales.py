@@ -1,26 +1,34 @@
 """Descales: the float32 numbers that 8-bit q, k and v stand for multiples of, and which of them a caller may give.
 
-Each is one number, or an array (batch, kv_heads): the query heads that share a KV head share q's descale too. Scores are multiplied
-by q's and k's, the output by v's. None: 1.
+Each is one number (None: 1), or an array, of which the schedule's `scale_granularity` says what an element covers (`plan.scales`):
+"tensor": an array of one element; "head": (batch, kv_heads), so that the query heads of a group share q's; "block": q's (batch, heads,
+query tiles), k's and v's (batch, kv_heads, key blocks). The oracle knows no tiles: it takes numbers, (batch, kv_heads), or one for each
+row (batch, heads, seqlen), which `by_row` makes of blocks. Scores are multiplied by q's and k's, the output by v's.
 """
 
 from __future__ import annotations
 
+import math
 import numbers
 import sys
-from typing import TYPE_CHECKING, Any, TypedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict, cast
 
 from .attention import Attention
 from .errors import InputError
-from .plan.kernel import DESCALES
+from .plan import scales
+from .plan.kernel import DESCALES, Problem
+from .schedule import Schedule
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     import numpy as np
     import numpy.typing as npt
 
 
 class Descales(TypedDict, total=False):
-    """Keyword arguments of the oracle's functions: numbers, or NumPy float32 arrays (batch, kv_heads)."""
+    """Keyword arguments of the oracle's functions: numbers, or NumPy float32 arrays."""
 
     q_descale: Any
     k_descale: Any
@@ -40,10 +48,66 @@ def refuse_unless_8_bit(attention: Attention, given: dict[str, Any]) -> None:
             raise InputError(name, f"given with {attention.dtype} inputs; only e4m3 tensors have a descale")
 
 
-def as_number(name: str, value: Any) -> float | None:
+@dataclass(frozen=True)
+class Form:
+    """What an array of a descale must look like: one of these shapes, with their dimensions' names (none: any shape of one element)."""
+
+    shapes: tuple[tuple[tuple[int, ...], tuple[str, ...]], ...]
+    contiguous: bool = False
+    signed: bool = False
+    """See `is_signed`."""
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        return math.prod(shape) == 1 if not self.shapes else any(shape == s for s, _ in self.shapes)
+
+    def __str__(self) -> str:
+        return " or ".join(f"{s} ({', '.join(dims)})" for s, dims in self.shapes) or "an array of one element"
+
+
+def forms(schedule: Schedule, problem: Problem) -> dict[str, Form]:
+    """Of the arrays that a kernel of the schedule takes."""
+    out = {}
+    for name in DESCALES:
+        shape, by_block = scales.shape(name, schedule, problem), schedule.scale_granularity == "block"
+        shapes = () if shape is None else ((shape, scales.dims(name, schedule)),)
+        out[name] = Form(shapes, contiguous=by_block, signed=is_signed(name, schedule))
+    return out
+
+
+def is_signed(name: str, schedule: Schedule) -> bool:
+    """Whether a negative descale has a meaning: of v, where it multiplies the output."""
+    return name == DESCALES[2] and schedule.scale_granularity != "block"
+
+
+def oracle_forms(problem: Problem) -> dict[str, Form]:
+    """Of the arrays that the oracle takes."""
+    p, head = problem, ((problem.batch, problem.hkv), ("batch", "kv_heads"))
+    rows = dict.fromkeys(DESCALES, ((p.batch, p.hkv, p.sk), ("batch", "kv_heads", "seqlen_k")))
+    rows[DESCALES[0]] = ((p.batch, p.hq, p.sq), ("batch", "heads", "seqlen_q"))
+    return {n: Form((head, rows[n]), signed=n == DESCALES[2]) for n in DESCALES}
+
+
+def by_row(schedule: Schedule, problem: Problem, given: Descales) -> Descales:
+    """The descales that a kernel of the schedule takes, as the oracle does: those of blocks repeated for each of their rows."""
+    values: dict[str, Any] = dict(given)
+    out: dict[str, Any] = {}
+    for name, value in values.items():
+        is_array = getattr(value, "ndim", 0) > 0
+        if schedule.scale_granularity == "tensor" and is_array:
+            out[name] = value.item()
+        elif schedule.scale_granularity == "block" and is_array:
+            mine = name == DESCALES[0]
+            rows, length = (schedule.tile_q, problem.sq) if mine else (schedule.tile_kv, problem.sk)
+            out[name] = value.repeat(rows, axis=2)[:, :, :length]
+        else:
+            out[name] = value
+    return cast(Descales, out)
+
+
+def as_number(name: str, value: Any, signed: bool) -> float | None:
     """A Python or NumPy number (or 0-d NumPy array) as the kernel takes it; None if it is something else, such as a tensor.
 
-    InputError: NaN, beyond float32, or negative for q or k, which would turn a row's maximum into its minimum.
+    InputError: NaN, beyond float32, or negative where that has no meaning (see `is_signed`).
     """
     if type(value) is not float:
         numpy = sys.modules.get("numpy")
@@ -57,37 +121,37 @@ def as_number(name: str, value: Any) -> float | None:
             raise InputError(name, "is too large; a descale is a finite float32 number") from None
     if not abs(value) <= LARGEST:
         raise InputError(name, f"is {value}; a descale is a finite float32 number")
-    if name == DESCALES[2]:
-        return float(value)
-    if value < 0:
-        raise InputError(
-            name, f"is {value:g}; a negative descale of {name[0]} would turn every row's largest score into its smallest"
-        )
-    return value or STANDS_FOR_ZERO
+    if value < 0 and not signed:
+        why = "of v's blocks becomes part of P, which is positive"
+        if name != DESCALES[2]:
+            why = f"of {name[0]} would turn every row's largest score into its smallest"
+        raise InputError(name, f"is {value:g}; a negative descale {why}")
+    return float(value) if name == DESCALES[2] else value or STANDS_FOR_ZERO
 
 
-def as_array(name: str, array: npt.NDArray[Any], shape: tuple[int, int]) -> npt.NDArray[np.float32]:
-    """A NumPy array of that shape, (batch, kv_heads), its values checked and 0 replaced as those of a number."""
+def as_array(name: str, array: npt.NDArray[Any], form: Form) -> npt.NDArray[np.float32]:
+    """A NumPy array of that form, its values checked and 0 replaced as those of a number."""
     import numpy as np
 
-    if array.shape != shape:
-        raise wrong_shape(name, array.shape, shape)
+    check_form(name, array.shape, form)
     if array.dtype != np.float32:
         raise InputError(name, f"is {array.dtype}; a descale is float32")
-    at = np.argwhere(~np.isfinite(array) | ((array < 0) & (name != DESCALES[2])))
+    at = np.argwhere(~np.isfinite(array) | ((array < 0) & (not form.signed)))
     if len(at):
         where = tuple(int(i) for i in at[0])
-        rule = "finite" if name == DESCALES[2] else "finite and not negative"
+        rule = "finite" if form.signed else "finite and not negative"
         raise InputError(name, f"is {array[where]} at {where}; a descale of {name[0]} is {rule}")
     return array if name == DESCALES[2] else np.where(array == 0, np.float32(STANDS_FOR_ZERO), array)
 
 
-def wrong_shape(name: str, shape: tuple[int, ...], expected: tuple[int, ...]) -> InputError:
-    return InputError(name, f"has shape {tuple(shape)}; expected {expected} (batch, kv_heads), or one number")
+def check_form(name: str, shape: tuple[int, ...], form: Form) -> None:
+    """InputError for an array of another shape."""
+    if not form.fits(tuple(shape)):
+        raise InputError(name, f"has shape {tuple(shape)}; expected {form}, or one number")
 
 
-def as_arrays(attention: Attention, given: Descales, shape: tuple[int, int]) -> dict[str, npt.NDArray[np.float32]]:
-    """Every descale that is given, as an array of that shape; InputError as `as_number` and `as_array`."""
+def as_arrays(attention: Attention, given: Descales, forms: Mapping[str, Form]) -> dict[str, npt.NDArray[np.float32]]:
+    """Every descale that is given, as an array (a number: 0-d); InputError as `as_number` and `as_array`."""
     import numpy as np
 
     values: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
@@ -97,8 +161,8 @@ def as_arrays(attention: Attention, given: Descales, shape: tuple[int, int]) -> 
     refuse_unless_8_bit(attention, values)
     arrays = {}
     for name, value in values.items():
-        number = as_number(name, value)
-        arrays[name] = as_array(name, _as_numpy(name, value), shape) if number is None else np.full(shape, number, np.float32)
+        number = as_number(name, value, forms[name].signed)
+        arrays[name] = as_array(name, _as_numpy(name, value), forms[name]) if number is None else np.array(number, np.float32)
     return arrays
 
 
@@ -109,5 +173,5 @@ def _as_numpy(name: str, value: Any) -> npt.NDArray[Any]:
         return np.asarray(value)
     except ValueError as e:  # a ragged list
         raise InputError(
-            name, f"is a {type(value).__name__} that is no array; expected float32 (batch, kv_heads), or one number"
+            name, f"is a {type(value).__name__} that is no array; expected float32 (batch, kv_heads) or another form, or one number"
         ) from e

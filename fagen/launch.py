@@ -39,8 +39,10 @@ class Kernel:
     lse (batch, heads, seqlen_q), float32, the natural logarithm of the softmax's denominator. A row that sees no key has out 0 and
     lse −inf. No gradients are recorded.
 
-    e4m3 only: q stands for q · q_descale, and so k and v. A descale is a number or a float32 array (batch, kv_heads) of any strides,
-    None: 1. A number (or NumPy array) must be finite, and not negative for q and k. Arrays in device memory are read by the kernel, so
+    e4m3 only: q stands for q · q_descale, and so k and v. A descale is a number, None (1), or a float32 array, of which the schedule's
+    scale_granularity says what an element covers: "tensor": one element, in any shape. "head": (batch, kv_heads), of any strides.
+    "block": q's (batch, heads, ceil(seqlen_q / tile_q)), k's and v's (batch, kv_heads, ceil(seqlen_k / tile_kv)), contiguous. A number
+    (or NumPy array) must be finite, and not negative for q and k, and v's blocks. Arrays in device memory are read by the kernel, so
     nothing checks their values: those of q and k must be positive.
 
     All tensors belong to one library: torch, CuPy, JAX, another exporter of DLPack or __cuda_array_interface__ (which must bring
@@ -61,6 +63,7 @@ class Kernel:
         """The CUDA text."""
         self.cubin = cubin
         self.report = report
+        self._signed = {n: descales.is_signed(n, plan.schedule) for n in DESCALES}
         self._seed = 0
         self._user = new_user()
         self._setup = threading.Lock()
@@ -97,7 +100,7 @@ class Kernel:
         numbers = ONES
         if scales is not None:
             descales.refuse_unless_8_bit(self.plan.attention, dict(zip(DESCALES, scales)))
-            found = {n: 1.0 if x is None else descales.as_number(n, x) for n, x in zip(DESCALES, scales)}
+            found = {n: 1.0 if x is None else descales.as_number(n, x, self._signed[n]) for n, x in zip(DESCALES, scales)}
             given |= {n: x for n, x in zip(DESCALES, scales) if found[n] is None}
             numbers = tuple(1.0 if x is None else x for x in found.values())
         frameworks = {n: framework_of(n, t) for n, t in given.items()}
@@ -138,7 +141,7 @@ class Kernel:
                 framework.finish(handle)
                 if framework.name == "torch":
                     tensors = tuple(t for t in (q, k, v, out, lse) if t is not None)
-                    ready = ReadyCall(sys.modules["torch"], bound, _number, tensors)
+                    ready = ReadyCall(sys.modules["torch"], bound, self._number, tensors)
                     self._torch_calls.remember(key_of(q, k, v, out, lse, scales), ready)
         return given["out"], given["lse"]
 
@@ -150,9 +153,10 @@ class Kernel:
 
         arrays = {n: host.describe(n, t, 0) for n, t in given.items()}
         problem, strides = self._check(arrays)
+        form_of = descales.forms(self.plan.schedule, problem)
         for name in DESCALES:
             if name in given:
-                given[name] = descales.as_array(name, given[name], (problem.batch, problem.hkv))
+                given[name] = descales.as_array(name, given[name], form_of[name])
         for name, shape in output_shapes(self.plan.attention, problem).items():
             if name in given:
                 host.check_output(name, given[name])
@@ -183,6 +187,7 @@ class Kernel:
             arrays.get("lse"),
             v_transposed=self.plan.schedule.v_transposed,
             descales={n: arrays[n] for n in DESCALES if n in arrays},
+            forms=lambda problem: descales.forms(self.plan.schedule, problem),
         )
 
     # what is made once -------------------------------------------------------------------------------------------------
@@ -192,7 +197,7 @@ class Kernel:
         return self._torch_calls.get(key)
 
     def bind(
-        self, device: int, problem: Problem, strides: Strides, scale_strides: dict[str, tuple[int, int]], stream: int
+        self, device: int, problem: Problem, strides: Strides, scale_strides: dict[str, tuple[int, ...]], stream: int
     ) -> BoundCall:
         """The call for these sizes and strides (over batch, seq and head, in elements; of descales that are arrays, over batch and head), to
         be run on addresses: what `__call__` does once it has read the tensors. Needs the device's context to be current."""
@@ -302,20 +307,19 @@ class Kernel:
         with driver.use_device(where):
             return self._records.trace_words(device)
 
+    def _number(self, name: str, value: Any) -> float:
+        """A descale that a call like this one has had as a number (or not at all)."""
+        number = 1.0 if value is None else descales.as_number(name, value, self._signed[name])
+        if number is None:
+            raise InputError(name, f"is a {type(value).__name__}; expected a number or an array of q's library")
+        return number
+
     def _forget_bound(self) -> None:
         while self._bound:
             self._bound.popitem()[1].retired = True
         self._torch_calls.clear()
 
 
-def _number(name: str, value: Any) -> float:
-    """A descale that a call like this one has had as a number (or not at all)."""
-    number = 1.0 if value is None else descales.as_number(name, value)
-    if number is None:
-        raise InputError(name, f"is a {type(value).__name__}; expected a number or an array of q's library, (batch, kv_heads)")
-    return number
-
-
-def _scale_strides(arrays: dict[str, Array]) -> dict[str, tuple[int, int]]:
+def _scale_strides(arrays: dict[str, Array]) -> dict[str, tuple[int, ...]]:
     """Of the descales that are arrays, in elements."""
-    return {n: (arrays[n].strides[0], arrays[n].strides[1]) for n in DESCALES if n in arrays}
+    return {n: arrays[n].strides for n in DESCALES if n in arrays}

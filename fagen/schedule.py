@@ -59,13 +59,15 @@ class Schedule(Value):
     reference: str = "running"
     """What exponentials are taken against: the "running" maximum, or a "stale" one with a check and an exact fallback."""
     scale_granularity: str | None = None
-    """e4m3: one quantisation scale per "tensor", "head" or "block" of rows. 16-bit: None."""
+    """e4m3: what one quantisation scale covers: a "tensor", a "head" (one KV head of one batch), or a "block" of `tile_q` query rows or
+    `tile_kv` keys. 16-bit: None."""
     hadamard: bool = False
     """e4m3: Q and K rotated by a random-sign Hadamard matrix before quantisation."""
     v_transposed: bool = False
     """e4m3: V is given as (batch, heads, head_dim_v, seqlen); otherwise the kernel transposes it."""
     promote_every: int | None = None
-    """e4m3: add the tensor core's accumulator to a float32 copy every so many blocks. None: never."""
+    """e4m3: add the tensor core's accumulator, which keeps about 13 bits, to a float32 copy every so many key blocks, and start it anew.
+    None: never."""
 
     @property
     def stages_q(self) -> int:

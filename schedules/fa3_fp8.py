@@ -14,6 +14,7 @@ schedule = Schedule(
     mma="wgmma",
     stages=2,
     overlap="both",
+    scale_granularity="head",
 )
 tiles = {
     64: {"tile_q": 192, "tile_kv": 160, "consumers": 3},

@@ -67,7 +67,7 @@ def _case(
 ) -> str:
     attention = kernel.plan.attention
     problem, seed = CheckProblem(**case["problem"]), case["seed"]
-    c = make_case(attention, problem, seed=seed, v_transposed=kernel.plan.schedule.v_transposed)
+    c = make_case(attention, kernel.plan.schedule, problem, seed=seed)
     reason = ""
     with Staging(stream) as staging:
         q, k, v, *scales = upload(staging, (c.q, c.k, c.given_v, *(x for x in c.descales.values() if isinstance(x, np.ndarray))))

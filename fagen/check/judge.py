@@ -68,20 +68,20 @@ def save_outputs(path: Path, out: Array, lse: Array, rows: Array) -> None:
     np.savez(path, out=out[:, rows].view(np.dtype(f"u{out.dtype.itemsize}")), lse=lse[:, :, rows])
 
 
-def judge_outputs(attention: Attention, problem: CheckProblem, seed: int, path: Path) -> Verdict:
+def judge_outputs(attention: Attention, schedule: Schedule, problem: CheckProblem, seed: int, path: Path) -> Verdict:
     """Judge outputs that `save_outputs` kept; makes the inputs again from the seed, and removes the file."""
     rows = sample_rows(problem.sq, seed=seed)
     with np.load(path) as saved:
         out, lse = saved["out"].view(DTYPES[attention.output_dtype]), saved["lse"]
     path.unlink()
-    c = make_case(attention, problem, seed=seed)
+    c = make_case(attention, schedule, problem, seed=seed)
     return compare(
         out,
         lse,
-        reference=reference_rows(attention, c.q, c.k, c.v, rows, **c.descales),
-        baseline=baseline_rows(attention, c.q, c.k, c.v, rows, **c.descales),
+        reference=reference_rows(attention, c.q, c.k, c.v, rows, **c.row_descales),
+        baseline=baseline_rows(attention, c.q, c.k, c.v, rows, **c.row_descales),
         dtype=attention.output_dtype,
-        score_step=score_step(attention, c.q, c.k, **c.descales),
+        score_step=score_step(attention, c.q, c.k, **c.row_descales),
     )
 
 
@@ -89,7 +89,7 @@ def judge_simulated(
     attention: Attention, schedule: Schedule, problem: CheckProblem, seed: int, runs: int, ctas: int | None
 ) -> Verdict:
     """Simulate a problem `runs` times, each in another interleaving, and judge it. `ctas`: how many CTAs are run, None: all."""
-    c = make_case(attention, problem, seed=seed, v_transposed=schedule.v_transposed)
+    c = make_case(attention, schedule, problem, seed=seed)
     given = (attention, schedule, c.q, c.k, c.given_v)
     rows = None
     differs = ""
@@ -105,7 +105,7 @@ def judge_simulated(
             out, lse, rows = part.out, part.lse, part.rows
     except LaunchError as e:  # deadlocks and faults of the simulated machine
         return Verdict(False, float("inf"), 0.0, float("inf"), f"{type(e).__name__}: {e}")
-    return with_reason(check(attention, c.q, c.k, c.v, out, lse, rows=rows, seed=seed, **c.descales), differs)
+    return with_reason(check(attention, c.q, c.k, c.v, out, lse, rows=rows, seed=seed, **c.row_descales), differs)
 
 
 def _bits(x: Array) -> Array:

@@ -41,6 +41,8 @@ COMPILERS = 4
     is_flag=True,
     help="Beside each kernel what is left of it without softmax, loads, P·V and idle SMs, for `fagen explain --measure --from`.",
 )
+@click.option("--accuracy", is_flag=True, help="The kernels of the tables of `fagen check --accuracy`, for its --from.")
+@click.option("--input", "input_", metavar="FILE.npz", help="Of --accuracy: as for `fagen check`.")
 @click.option("--debug", is_flag=True, help="Bounded waits that name what hung: NAME.debug.cu and so on.")
 @click.option("--trace", is_flag=True, help="Marks that `fagen trace` reads: NAME.trace.cu and so on, beside the normal build.")
 @common.json_option
@@ -54,16 +56,27 @@ def command(
     shapes: tuple[str, ...],
     ablate: bool,
     removals: bool,
+    accuracy: bool,
+    input_: str | None,
     debug: bool,
     trace: bool,
     as_json: bool,
 ) -> None:
     """Compile each SCHEDULE and write NAME.cu, NAME.cubin and NAME.json; NAME is the file's stem and what --set changed.
 
-    --grid, --shape and --ablate as for `fagen bench`: all kernels that it needs, for its --from; SCHEDULE `tuned` is, for each size, the one
+    --accuracy as for `fagen check`; --grid, --shape and --ablate as for `fagen bench`: all kernels that it needs, for its --from; SCHEDULE `tuned` is, for each size, the one
     that the tuned table has for it (on this GPU, or on an H200 where there is none). The compiled code must keep the plan's promises: no spills, no serialised matrix products, exactly the planned instructions.
     """
-    if need.TUNED in schedules or grid or shapes or ablate:
+    if input_ is not None and not accuracy:
+        raise InputError("--input", "has a meaning with --accuracy only")
+    if accuracy:
+        from . import accuracy as acc
+
+        for option, given in {"--variants": variants, "--grid": grid, "--ablate": ablate, "--debug": debug}.items():
+            if given:
+                raise InputError(option, "has no meaning beside --accuracy")
+        items = acc.kernels(acc.trials(acc.select(schedules, settings, causal), acc.Options(shapes, input_)))
+    elif need.TUNED in schedules or grid or shapes or ablate:
         if variants:
             raise InputError(
                 "--variants", "given beside what a bench needs (tuned, --grid, --shape, --ablate); one of them is enough"

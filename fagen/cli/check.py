@@ -38,6 +38,14 @@ if TYPE_CHECKING:
 )
 @click.option("--seed", type=click.IntRange(0), help="Of the random inputs. Default: a fresh one, which is told.")
 @click.option("--timeout", type=click.FloatRange(0.1), default=20.0, show_default=True, help="Seconds a launch may take.")
+@click.option(
+    "--accuracy",
+    is_flag=True,
+    help="Instead of the checks: RMSE against float64 on tensors with outliers, of each SCHEDULE and, if it is for e4m3, of each way to quantise.",
+)
+@click.option("--input", "input_", metavar="FILE.npz", help="Of --accuracy: the q, k and v of this file, fp16 or bf16.")
+@click.option("--output", metavar="FILE", help="Of --accuracy: write the results there as JSON.")
+@click.option("--markdown", is_flag=True, help="Of --accuracy: print the tables in Markdown.")
 @common.json_option
 def command(
     schedules: tuple[str, ...],
@@ -53,6 +61,10 @@ def command(
     jitter: int | None,
     seed: int | None,
     timeout: float,
+    accuracy: bool,
+    input_: str | None,
+    output: str | None,
+    markdown: bool,
     as_json: bool,
 ) -> int:
     """Run each SCHEDULE on random inputs and compare out and lse with float64. Exit 1 if a case fails.
@@ -63,7 +75,15 @@ def command(
 
     SCHEDULE `tuned` is every kernel of the tuned table, each once; with --set of head_dim, dtype or mask, those of the entries that have
     it. With --grid, it is what the table has for the sizes of that grid.
+
+    With --accuracy, on the tensors of the FlashAttention-3 paper's experiment (2,16,16,4096,4096 and long keys, or the sizes of
+    --shape) or on those of --input. On a GPU every row is also predicted by the simulator; exit 1 if the two differ by more than 10 %.
     """
+    if accuracy:
+        refused = {"--variants": variants, "--grid": grid, "--evidence": evidence, "--jitter": jitter, "--repeat": repeat != 1}
+        _refuse(refused, "has no meaning beside --accuracy")
+        return _accuracy(schedules, settings, causal, shapes, device, folder, seed, timeout, input_, output, markdown, as_json)
+    _refuse({"--input": input_, "--output": output, "--markdown": markdown}, "has a meaning with --accuracy only")
     from ..check import parse_shape
 
     items = _select(schedules, settings, causal, variants, grid)
@@ -93,6 +113,51 @@ def command(
         for name, path in about.get("bundles", {}).items():
             common.note(f"{name}: repro bundle {path}")
     return int(bool(failed))
+
+
+def _refuse(options: dict[str, Any], reason: str) -> None:
+    for option, given in options.items():
+        if given:
+            raise InputError(option, reason)
+
+
+def _accuracy(
+    schedules: Sequence[str],
+    settings: Sequence[str],
+    causal: bool,
+    shapes: tuple[str, ...],
+    device: str | None,
+    folder: str | None,
+    seed: int | None,
+    timeout: float,
+    input_: str | None,
+    output: str | None,
+    markdown: bool,
+    as_json: bool,
+) -> int:
+    from . import accuracy as acc
+    from .bench import check_output
+    from .tune import write_file
+
+    if as_json and markdown:
+        raise InputError("--markdown", "given beside --json; one of them is enough")
+    target = check_output("--output", output)
+    trials = acc.trials(acc.select(schedules, settings, causal), acc.Options(shapes, input_, seed))
+    where = common.choose_device(device)
+    if folder is not None and where == "cpu":
+        raise InputError("--from", "speaks of compiled kernels on a GPU; the simulator runs the plan itself")
+    result = acc.run(trials, where, folder, timeout, seed)
+    if target is not None:
+        write_file(target, result.to_json() + "\n")
+    if as_json:
+        common.write_json(result.to_dict())
+    elif markdown:
+        from ..accuracy import markdown_table
+
+        common.write(markdown_table(result))
+    else:
+        common.write(*acc.report(result))
+    return 0 if result.ok else 1
 
 
 def _select(

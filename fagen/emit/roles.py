@@ -93,7 +93,7 @@ def _preamble(kernel: KernelPlan, role: st.Role, first: int, helpers: Helpers) -
         out.append(
             f"const u64 desc_{name} = wgmma_descriptor(smem_{name}{row}, {d.leading}, {d.stride}, {SWIZZLE_MODE[d.swizzle]});"
         )
-    hints = sorted({s.hint for s in steps if isinstance(s, st.TmaLoad)})
+    hints = sorted({s.hint for s in steps if isinstance(s, st.TmaLoad) and s.keeps_hint})
     out += [f"const u64 {h} = l2_{h}();" for h in hints]
     out += [f"Cursor<{c.stages}> {c.name}{{0, {c.start_phase}}};" for c in role.cursors]
     out += _declare(role.frags)

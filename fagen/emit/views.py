@@ -130,7 +130,7 @@ def _tma_load(s: st.TmaLoad, x: Scope) -> tuple[str, View]:
         "seq": x.c(s.seq),
         "head": x.c(s.head),
         "batch": x.c(s.batch),
-        "policy": s.hint,
+        "policy": s.hint if s.keeps_hint else f"l2_{s.hint}()",
     }
     if not s.transposed:
         return "tma_load", values
@@ -195,11 +195,47 @@ def _transpose_v(s: st.TransposeV, x: Scope) -> tuple[str, View]:
 
 def _load_scale(s: st.LoadScale, x: Scope) -> tuple[str, View]:
     def descale(name: str) -> str:
-        at = x.c(s.batch * sym(f"{name}_sb") + s.head * sym(f"{name}_sh"))
-        return f"descale(p.{name}, {at}, p.{name}_value)"
+        steps = ((s.batch, sym(f"{name}_sb")), (s.head, sym(f"{name}_sh")), (s.block, as_expr(1)))
+        terms = [index * stride for index, stride in steps if index is not None]
+        return f"descale(p.{name}, {x.c(sum(terms[1:], terms[0])) if terms else '0'}, p.{name}_value)"
 
-    constant = [] if s.constant == 1 else ["SCALE_LOG2"]
-    return "load_scale", {"var": s.var, "product": " * ".join([*constant, *map(descale, s.factors)])}
+    known = [*(["SCALE_LOG2"] if s.constant != 1 else []), *([s.times] if s.times else [])]
+    declare = f"{s.declare} " if s.declare else ""
+    return "load_scale", {"declare": declare, "var": s.var, "product": " * ".join([*known, *map(descale, s.factors)])}
+
+
+def _scale_shift(s: st.ScaleShift, x: Scope) -> tuple[str, View]:
+    return "scale_shift", {"shift": s.shift, "weight": s.weight, "scale": s.scale, "least": f"{s.least!r}f"}
+
+
+def _softmax_scales(s: st.OnlineSoftmax | st.StaleSoftmax) -> View:
+    """Where a softmax helper differs with a shift (see ScaleShift): its parameters, the exponent of a row's largest score, what the
+    reference is lowered by, and what becomes of the row sums."""
+    lowered = [*(["shift"] if s.shift else []), *([f"{s.offset}.f"] if s.offset else [])]
+    values: View = {
+        "scale": s.scale or "SCALE_LOG2",
+        "arguments": f", {s.shift}, {s.weight}" if s.shift else "",
+        "parameters": ", float shift, float weight" if s.shift else "",
+        "lower": f"    reference[r] -= {' + '.join(lowered)};\n" if lowered else "",
+    }
+    if s.shift:
+        raised = {"first": "m[r] = fmaf(m[r], scale, shift)", "top": "fmaf(top[r], scale, shift)"}
+        return (
+            values
+            | raised
+            | {
+                "sum": "sum[r] * weight",
+                "sums": [f"(even[{r}] + odd[{r}]) * weight" for r in range(2)],
+                "weigh": ["l[0] *= weight, l[1] *= weight;"],
+            }
+        )
+    return values | {
+        "first": "m[r] *= scale",
+        "top": "top[r] * scale",
+        "sum": "sum[r]",
+        "sums": [f"even[{r}] + odd[{r}]" for r in range(2)],
+        "weigh": [],
+    }
 
 
 def _store_out(s: st.StoreOut, x: Scope) -> tuple[str, View]:
@@ -379,7 +415,7 @@ def _mask(s: st.Mask, x: Scope) -> tuple[str, View]:
 
 
 def _online_softmax(s: st.OnlineSoftmax, x: Scope) -> tuple[str, View]:
-    values = {"scale": s.scale or "SCALE_LOG2", "shift": f"    reference[r] -= {s.offset}.f;\n" if s.offset else ""}
+    values = _softmax_scales(s)
     if s.first:
         return "first_softmax", values | {"parts": x.zipped(s=s.s, m=s.m, l=s.l)}
     return "online_softmax", values | {"parts": x.zipped(s=s.s, m=s.m, l=s.l, alpha=s.alpha)}
@@ -395,8 +431,7 @@ def _stale_softmax(s: st.StaleSoftmax, x: Scope) -> tuple[str, View]:
         "parts": x.zipped(e=s.e, s=s.s, m=s.m, part=s.part),
         "fits": s.fits,
         "calm": s.calm,
-        "scale": s.scale or "SCALE_LOG2",
-        "shift": f"    reference[r] -= {s.offset}.f;\n" if s.offset else "",
+        **_softmax_scales(s),
     }
     if dtype == "e4m3":
         x.helpers.need("ptx/cvt_pack_e4m3")
@@ -440,6 +475,7 @@ _VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {
     st.LoadFrag: _load_frag,
     st.TransposeV: _transpose_v,
     st.LoadScale: _load_scale,
+    st.ScaleShift: _scale_shift,
     st.StoreOut: _store_out,
     st.ClaimTile: _claim,
     st.PutTile: _put_tile,
@@ -467,6 +503,7 @@ _VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {
     st.Vote: lambda s, x: ("vote", {"unless": s.unless}),
     st.Pack: _pack,
     st.Rescale: _rescale,
+    st.Promote: lambda s, x: ("promote", {"parts": x.zipped(total=s.total, o=s.o)}),
     **views_ladder.VIEWS,
     **views_removal.VIEWS,
     **debug.VIEWS,

@@ -10,8 +10,9 @@ import importlib
 import importlib.metadata
 import importlib.util
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from ..attention import Attention
@@ -30,20 +31,23 @@ class Peer:
     """On the command line."""
     title: str
     """In tables; no schedule's name looks like it."""
-    make: Callable[[Any, Attention, Any, Any, Any], Call]
-    """(torch, attention, q, k, v) → Call. q, k, v (batch, seq, heads, dim), contiguous. Raises PeerAbsent."""
+    make: Callable[[Any, Attention, Any, Any, Any, Mapping[str, Any]], Call]
+    """(torch, attention, q, k, v, descales) → Call. q, k, v (batch, seq, heads, dim), contiguous. Raises PeerAbsent."""
     version: Callable[[Any], str | None]
     """(torch) → what identifies the kernel, None if it is not there."""
 
 
-def prepare(name: str, torch: Any, attention: Attention, q: Any, k: Any, v: Any) -> tuple[Call, Any]:
-    """The peer's call and its first output. Raises PeerAbsent where it is not there or refuses."""
+def prepare(
+    name: str, torch: Any, attention: Attention, q: Any, k: Any, v: Any, descales: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[Call, Any]:
+    """The peer's call and its first output. `descales` (of e4m3): q_descale, k_descale, v_descale, float32 (batch, kv_heads). Raises
+    PeerAbsent where it is not there or refuses."""
     for feature, given in (("softcap", attention.softcap), ("window", attention.window), ("sink", attention.sink or None)):
         if given is not None:
             raise PeerAbsent(f"compared without {feature} only")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        call = PEERS[name].make(torch, attention, q, k, v)
+        call = PEERS[name].make(torch, attention, q, k, v, descales)
         try:
             out = call()
             torch.cuda.synchronize()
@@ -95,11 +99,11 @@ def _sdpa(torch: Any, attention: Attention, backend: str, q: Any, k: Any, v: Any
     return call
 
 
-def _cudnn(torch: Any, attention: Attention, q: Any, k: Any, v: Any) -> Call:
+def _cudnn(torch: Any, attention: Attention, q: Any, k: Any, v: Any, descales: Mapping[str, Any]) -> Call:
     return _sdpa(torch, attention, "CUDNN_ATTENTION", *(x.transpose(1, 2).contiguous() for x in (q, k, v)))
 
 
-def _fa2(torch: Any, attention: Attention, q: Any, k: Any, v: Any) -> Call:
+def _fa2(torch: Any, attention: Attention, q: Any, k: Any, v: Any, descales: Mapping[str, Any]) -> Call:
     # The kernel itself reads (batch, seq, heads, dim): the transposed view reaches it without a copy.
     return _sdpa(torch, attention, "FLASH_ATTENTION", *(x.transpose(1, 2) for x in (q, k, v)))
 
@@ -107,20 +111,20 @@ def _fa2(torch: Any, attention: Attention, q: Any, k: Any, v: Any) -> Call:
 FA3_MODULE, FA3_PACKAGE = "fa3_fwd_interface", "fa3-fwd"
 
 
-def _fa3(torch: Any, attention: Attention, q: Any, k: Any, v: Any) -> Call:
+def _fa3(torch: Any, attention: Attention, q: Any, k: Any, v: Any, descales: Mapping[str, Any]) -> Call:
     try:
         flash_attn_func: Any = importlib.import_module(FA3_MODULE).flash_attn_func
     except (ImportError, OSError, RuntimeError) as e:  # its extension can fail to load under another torch
         raise PeerAbsent(f"{FA3_MODULE} (wheel {FA3_PACKAGE}) cannot be imported: {_one_line(str(e))}") from None
 
     def call() -> Any:
-        out = flash_attn_func(q, k, v, softmax_scale=attention.softmax_scale, causal=attention.causal)
+        out = flash_attn_func(q, k, v, softmax_scale=attention.softmax_scale, causal=attention.causal, **descales)
         return out[0] if isinstance(out, tuple) else out
 
     return call
 
 
-def _flex(torch: Any, attention: Attention, q: Any, k: Any, v: Any) -> Call:
+def _flex(torch: Any, attention: Attention, q: Any, k: Any, v: Any, descales: Mapping[str, Any]) -> Call:
     """torch's FlexAttention, compiled: the Triton kernel that Inductor writes for this mask. Compiled anew for every case, since Dynamo
     gives up compiling one function for more than a few shapes, and would run it uncompiled."""
     if attention.dtype == "e4m3":
@@ -146,7 +150,7 @@ def _flex(torch: Any, attention: Attention, q: Any, k: Any, v: Any) -> Call:
 FLA_MODULE, FLA_PACKAGE = "fla.ops.attn", "fla-core"
 
 
-def _triton(torch: Any, attention: Attention, q: Any, k: Any, v: Any) -> Call:
+def _triton(torch: Any, attention: Attention, q: Any, k: Any, v: Any, descales: Mapping[str, Any]) -> Call:
     """The softmax attention that fla-core has in Triton. Triton itself has none in its package: the one of its tutorial is no library."""
     if attention.dtype == "e4m3":
         raise PeerAbsent(f"{FLA_PACKAGE}'s attention takes no e4m3")

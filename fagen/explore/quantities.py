@@ -66,6 +66,8 @@ FREE = frozenset(
         "Move",
         "Pack",
         "Rescale",
+        "ScaleShift",
+        "Promote",
         "SumRow",
         "CopyRow",
     )
@@ -182,7 +184,8 @@ def _loaded(s: _Scope, step: Any) -> tuple[Quantity, ...]:
 
 def _load_scale(s: _Scope, step: Any) -> tuple[Quantity, ...]:
     size = DTYPE_BYTES["fp32"]
-    return tuple(Quantity(("in", name), as_expr(size), (step.head, step.batch)) for name in step.factors)
+    place = tuple(e for e in (step.block, step.head, step.batch) if e is not None) or (as_expr(0),)
+    return tuple(Quantity(("in", name), as_expr(size), place) for name in step.factors)
 
 
 COSTS: Mapping[str, Callable[[_Scope, Any], tuple[Quantity, ...]]] = {

@@ -25,8 +25,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..attention import Attention
-from ..plan.kernel import KernelPlan, Plan, Problem, scalar_env
+from ..plan.kernel import DESCALES, KernelPlan, Plan, Problem, scalar_env
 from ..plan.registers import launch_registers
+from ..plan.scales import shape
 from ..plan.steps import DTYPE_BYTES, Loop, walk
 from .machine import H200, Device
 from .tally import Work, tally
@@ -236,7 +237,8 @@ def _tensor_bytes(plan: Plan, problem: Problem, workspaces: tuple[tuple[str, int
     a, p = plan.attention, problem
     q_rows, k_rows = p.batch * p.sq * p.hq, p.batch * p.sk * p.hkv
     size_in = DTYPE_BYTES[a.dtype]
-    scales = dict.fromkeys(("q_descale", "k_descale", "v_descale"), 4 * p.batch * p.hkv)
+    shapes = {n: shape(n, plan.schedule, p) if a.dtype == "e4m3" else None for n in DESCALES}
+    scales = {n: DTYPE_BYTES["fp32"] * math.prod(s or ()) for n, s in shapes.items()}
     tensors = {
         "q": q_rows * a.head_dim * size_in,
         "k": k_rows * a.head_dim * size_in,

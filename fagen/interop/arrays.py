@@ -5,13 +5,13 @@ Nothing here knows a framework or touches a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
 
 from ..attention import Attention
-from ..descales import wrong_shape
+from ..descales import Form, check_form
 from ..errors import InputError
 from ..plan.kernel import DESCALES, Problem
 from ..plan.steps import DTYPE_BYTES
@@ -121,12 +121,14 @@ def check(
     *,
     v_transposed: bool = False,
     descales: Mapping[str, Array] | None = None,
+    forms: Callable[[Problem], Mapping[str, Form]] | None = None,
 ) -> tuple[Problem, dict[str, tuple[int, int, int]]]:
     """The sizes of the call, and the strides over (batch, seq, heads) of q, k, v and out in elements, as `Plan.bind` takes them (of a V
     given transposed: over batch, head_dim and head).
 
-    None for out or lse: it will be allocated row-major. `descales`: those that are arrays, of any strides. Raises InputError naming the
-    first argument that does not fit, with both values. Pointers are not looked at (see `check_pointers`).
+    None for out or lse: it will be allocated row-major. `descales`: those that are arrays; `forms` says of which form they must be (as
+    `descales.forms` does). Raises InputError naming the first argument that does not fit, with both values. Pointers are not looked at
+    (see `check_pointers`).
     """
     given = {a.name: a for a in (q, k, v, out, lse) if a is not None}
     for name, a in given.items():
@@ -139,13 +141,16 @@ def check(
         if a.dtype != wanted:
             raise InputError(name, f"is {a.dtype}; this kernel {'writes' if name in ('out', 'lse') else 'reads'} {wanted}")
     problem = _problem(attention, q, k, v, v_transposed)
+    form_of = forms(problem) if descales and forms is not None else {}
     for name, a in (descales or {}).items():
         if a.device != q.device:
             raise InputError(name, f"is on cuda:{a.device}, q on cuda:{q.device}")
         if a.dtype != "fp32":
             raise InputError(name, f"is {a.dtype}; a descale is fp32")
-        if a.shape != (problem.batch, problem.hkv):
-            raise wrong_shape(name, a.shape, (problem.batch, problem.hkv))
+        form = form_of[name]
+        check_form(name, a.shape, form)
+        if form.contiguous and effective_strides(a.shape, a.strides) != contiguous_strides(a.shape):
+            raise InputError(name, f"must be contiguous; shape {a.shape} has strides {a.strides}")
     for name, shape in output_shapes(attention, problem).items():
         if name in given and given[name].shape != shape:
             raise InputError(name, f"has shape {given[name].shape}; expected {shape} ({', '.join(_DIMS[name])})")

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from ..attention import Attention
 from ..descales import Descales
+from ..plan.scales import LEAST_V_SCALE
 from .blocks import problem_of, row_blocks, scales_of
 from .numeric import E4M3_DEPTH, E4M3_P_SCALE, F32, Array, cast, last_bit, rounded, tensor_core
 
@@ -18,7 +19,8 @@ if TYPE_CHECKING:
 
 def baseline(attention: Attention, q: Array, k: Array, v: Array, **descales: Unpack[Descales]) -> tuple[Array, F32]:
     """Attention in one pass in the precision of the kernel: float32 scores and softmax of the rounded inputs, P rounded to its
-    type (e4m3: times 2^8 first), float32 accumulation (e4m3: as the tensor core sums, see `numeric.tensor_core`), O rounded to the output's type.
+    type (e4m3: times 2^8 first), float32 accumulation (e4m3: as the tensor core sums, see `numeric.tensor_core`), O rounded to the
+    output's type. Descales of v by row multiply P before it is rounded.
 
     Arguments as `reference`. Returns out (batch, seqlen_q, heads, head_dim_v) in the attention's output dtype and lse
     (batch, heads, seqlen_q) in float32. Its error is a yardstick, never a truth.
@@ -32,9 +34,15 @@ def score_step(attention: Attention, q: Array, k: Array, **descales: Unpack[Desc
     if attention.dtype != "e4m3" or not q.size or not k.size:
         return 0.0
     scales = scales_of(attention, problem_of(attention, q, k, k), descales)
-    of_q, of_k = (float(scales[n].max()) if n in scales else 1.0 for n in ("q_descale", "k_descale"))
-    columns = [np.abs(x.astype(np.float32)).reshape(-1, attention.head_dim).max(axis=0) for x in (q, k)]
-    return score_step_of(attention, float((columns[0] * columns[1]).max())) * of_q * of_k
+    columns, shared = [], 1.0
+    for name, x in (("q_descale", q), ("k_descale", k)):
+        magnitude, scale = np.abs(x.astype(np.float32)), scales.get(name)
+        if scale is not None and scale.ndim == 3:
+            magnitude *= scale.transpose(0, 2, 1)[..., None]
+        elif scale is not None:
+            shared *= float(scale.max())
+        columns.append(magnitude.reshape(-1, attention.head_dim).max(axis=0))
+    return score_step_of(attention, float((columns[0] * columns[1]).max())) * shared
 
 
 def score_step_of(attention: Attention, largest_term: float) -> float:
@@ -60,14 +68,17 @@ def baseline_rows(
             s = tensor_core(block.q.reshape(-1, attention.head_dim), block.k.T, attention.dtype, terms=True).reshape(
                 *block.q.shape[:2], -1
             )
-            s *= np.float32(block.score_scale)
+            block.scale(s)
             if block.visible is not None:
                 np.copyto(s, np.float32(-np.inf), where=~block.visible)
+            share = None if block.value_scale is None else np.maximum(block.value_scale, np.float32(LEAST_V_SCALE))
+            if share is not None:  # v's scales become part of P, and the reference is that of P (see `plan.scales`)
+                s += np.log(share)
             m = s.max(axis=2, keepdims=True)
             blind = np.isneginf(m)
             s -= np.where(blind, np.float32(0), m)
             p = np.exp(s, out=s)
-            total = p.sum(axis=2, keepdims=True)
+            total = (p if share is None else p / share).sum(axis=2, keepdims=True)
             p = rounded(p * p_scale, attention.dtype)
             o = tensor_core(p.reshape(-1, p.shape[2]), block.v, attention.dtype).reshape(*p.shape[:2], -1) / np.where(
                 blind, np.float32(1), total * p_scale

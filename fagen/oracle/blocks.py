@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..attention import Attention
-from ..descales import Descales, as_arrays
+from ..descales import Descales, as_arrays, oracle_forms
 from ..errors import InputError, ScheduleError, Violation
 from ..plan.kernel import DESCALES, Problem
 from .numeric import F32, Array
@@ -69,15 +69,29 @@ class Block:
     """(keys, head_dim): only the keys that some row of the block sees."""
     v: Array
     score_scale: float
-    """Softmax scale times q's and k's descale."""
+    """Softmax scale times those of q's and k's descales that all rows share."""
     out_scale: float
-    """v's descale."""
+    """v's descale, if all rows share it."""
     visible: npt.NDArray[np.bool_] | None
+    row_scale: Array | None = None
+    """q's descales by row, (group, rows, 1)."""
+    key_scale: Array | None = None
+    """k's by row, (keys,)."""
+    value_scale: Array | None = None
+    """v's by row, (keys,)."""
+
+    def scale(self, scores: Array) -> None:
+        """From products of q and k (group, rows, keys) to scores, in place."""
+        scores *= scores.dtype.type(self.score_scale)
+        if self.row_scale is not None:
+            scores *= self.row_scale
+        if self.key_scale is not None:
+            scores *= self.key_scale
 
 
 def scales_of(attention: Attention, problem: Problem, descales: Descales) -> Mapping[str, F32]:
-    """The descales given, as arrays (batch, kv_heads)."""
-    return as_arrays(attention, descales, (problem.batch, problem.hkv))
+    """The descales given, as arrays: 0-d, (batch, kv_heads), or by row (batch, heads, seqlen)."""
+    return as_arrays(attention, descales, oracle_forms(problem))
 
 
 def row_blocks(
@@ -102,14 +116,29 @@ def row_blocks(
         for kv in range(problem.hkv):
             heads = slice(kv * group, (kv + 1) * group)
             keys, values = k[b, :, kv].astype(dtype), v[b, :, kv].astype(dtype)
-            of_q, of_k, of_v = (float(scales[n][b, kv]) if n in scales else 1.0 for n in DESCALES)
+            of_q, of_k, of_v = (_shared(scales.get(n), b, kv) for n in DESCALES)
             score_scale = attention.softmax_scale * of_q * of_k
+            rows_of_q, *rows_of_kv = (_by_row(scales.get(n), dtype) for n in DESCALES)
             for start in range(0, len(rows), step):
                 part = slice(start, min(start + step, len(rows)))
                 seen, visible = _visible(attention, problem, rows[part])
                 if seen:
                     queries: Any = q[b, rows[part], heads].astype(dtype).transpose(1, 0, 2)
-                    yield Block(b, heads, part, queries, keys[:seen], values[:seen], score_scale, of_v, visible)
+                    row_scale = None if rows_of_q is None else rows_of_q[b, heads][:, rows[part], None]
+                    key_scale, value_scale = (None if x is None else x[b, kv, :seen] for x in rows_of_kv)
+                    shared = (score_scale, of_v, visible)
+                    yield Block(b, heads, part, queries, keys[:seen], values[:seen], *shared, row_scale, key_scale, value_scale)
+
+
+def _shared(scale: F32 | None, batch: int, head: int) -> float:
+    """A descale that all rows of a KV head share; 1 where each has its own."""
+    if scale is None or scale.ndim == 3:
+        return 1.0
+    return float(scale[batch, head] if scale.ndim else scale)
+
+
+def _by_row(scale: F32 | None, dtype: npt.DTypeLike) -> Array | None:
+    return scale.astype(dtype) if scale is not None and scale.ndim == 3 else None
 
 
 def _visible(attention: Attention, problem: Problem, rows: npt.NDArray[np.int64]) -> tuple[int, npt.NDArray[np.bool_] | None]:

@@ -5,19 +5,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 import numpy as np
 
 from ..attention import Attention
-from ..descales import Descales
+from ..descales import Descales, Form, by_row, forms
 from ..errors import InputError
 from ..plan.kernel import Problem
 from ..schedule import Schedule
 from .numeric import F32, Array, cast
 
-Inputs = Literal["normal", "sink", "growing", "descaled"]
+Inputs = Literal["normal", "sink", "growing", "descaled", "uneven"]
 Layout = Literal["contiguous", "fused", "transposed", "strided_k"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
@@ -36,30 +37,45 @@ class CheckProblem(Problem):
 
 @dataclass(frozen=True)
 class Case:
-    """Inputs of a check problem: q, k and v as the oracle takes them, `given_v` as the kernel does (v itself, or V transposed), and the
-    descales (empty, or all three, float32 (batch, kv_heads))."""
+    """Inputs of a check problem: q, k and v as the oracle takes them, `given_v` as the kernel does (v itself, or V transposed); the
+    descales (none, or all three float32 arrays) as the kernel takes them, and `row_descales` as the oracle does."""
 
     q: Array
     k: Array
     v: Array
     given_v: Array
     descales: Descales
+    row_descales: Descales
 
 
-def make_case(attention: Attention, problem: CheckProblem, *, seed: int = 0, v_transposed: bool = False) -> Case:
-    """The inputs of a problem, the same for the same seed on every machine. `v_transposed` as in the kernel's schedule."""
+def make_case(attention: Attention, schedule: Schedule, problem: CheckProblem, *, seed: int = 0) -> Case:
+    """The inputs of a problem for a kernel of the schedule, the same for the same seed on every machine."""
     q, k, v = make_inputs(attention, problem, seed=seed, inputs=problem.inputs, layout=problem.layout)
-    given = transpose_v(v, problem.layout) if v_transposed else v
-    return Case(q, k, v, given, make_descales(problem, seed=seed, layout=problem.layout) if problem.inputs == "descaled" else {})
+    given = transpose_v(v, problem.layout) if schedule.v_transposed else v
+    descales: Descales = {}
+    if problem.inputs in ("descaled", "uneven"):
+        spread = UNEVEN if problem.inputs == "uneven" else 1.0
+        descales = make_descales(problem, schedule, seed=seed, layout=problem.layout, v_spread=spread)
+    return Case(q, k, v, given, descales, by_row(schedule, problem, descales))
 
 
-def make_descales(problem: Problem, *, seed: int = 0, layout: Layout = "contiguous") -> Descales:
-    """q_descale, k_descale and v_descale (batch, kv_heads): random numbers from 1/2 to 2, no two alike.
+UNEVEN = 24.0
+"""Powers of two, up and down, that the block scales of v in "uneven" inputs are apart."""
 
-    `layout`: "contiguous"; "fused": columns of one (batch, kv_heads, 3) array; "transposed": views of (kv_heads, batch) arrays;
-    "strided_k": k's is every second head of a longer array whose others are NaN, and q's is one for all heads (stride 0).
+
+def make_descales(
+    problem: Problem, schedule: Schedule | None = None, *, seed: int = 0, layout: Layout = "contiguous", v_spread: float = 1.0
+) -> Descales:
+    """q_descale, k_descale and v_descale in float32, of the form that the schedule's scale_granularity asks for; without a schedule
+    (batch, kv_heads). Random numbers from 1/2 to 2, no two alike; v's from 2^−v_spread to 2^v_spread, and with a spread above 1 every
+    fourth block's is 0, as that of a block of zeros may be.
+
+    `layout` of (batch, kv_heads): "contiguous"; "fused": columns of one (batch, kv_heads, 3) array; "transposed": views of (kv_heads,
+    batch) arrays; "strided_k": k's is every second head of a longer array whose others are NaN, and q's is one for all heads (stride 0).
     """
     rng = np.random.default_rng((seed, 1))
+    if schedule is not None and schedule.scale_granularity != "head":
+        return _form_descales(rng, forms(schedule, problem), v_spread)
     shape = (problem.batch, problem.hkv)
     q, k, v = np.exp2(rng.uniform(-1.0, 1.0, (3, *shape))).astype(np.float32)
     if layout == "fused":
@@ -71,6 +87,16 @@ def make_descales(problem: Problem, *, seed: int = 0, layout: Layout = "contiguo
         longer = np.full((shape[0], 2 * shape[1]), np.nan, np.float32)
         longer[:, ::2] = k
         q, k = np.broadcast_to(q[:, :1], shape), longer[:, ::2]
+    return {"q_descale": q, "k_descale": k, "v_descale": v}
+
+
+def _form_descales(rng: np.random.Generator, forms: Mapping[str, Form], v_spread: float) -> Descales:
+    q, k, v = (
+        np.exp2(rng.uniform(-x, x, f.shapes[0][0] if f.shapes else (1,))).astype(np.float32)
+        for f, x in zip(forms.values(), (1.0, 1.0, v_spread))
+    )
+    if v_spread > 1.0:
+        v[..., 3::4] = 0.0
     return {"q_descale": q, "k_descale": k, "v_descale": v}
 
 
@@ -102,7 +128,7 @@ def make_inputs(
 
     `inputs`: "normal": N(0, amplitude²). "sink": the first four keys score about 8 above the rest (natural units), as the first
     tokens of a language model do. "growing": scores rise along the keys by 100 in all, so that a running maximum moves at every
-    block. "descaled": as "normal"; the problem has random descales (see `make_descales`).
+    block. "descaled": as "normal"; the problem has random descales. "uneven": likewise, those of v's blocks far apart.
 
     `layout`: "contiguous" (batch, seq, heads, dim); "fused": slices of one (batch, seq, heads + 2 · kv_heads, dim) tensor, as a
     fused projection leaves them (needs seqlen_q = seqlen_k, head_dim = head_dim_v); "transposed": views of (batch, heads, seq,
@@ -200,6 +226,9 @@ def check_problems(attention: Attention, schedule: Schedule) -> tuple[CheckProbl
         at(300, 170, batch=2, hq=4, hkv=2, inputs="descaled")
         at(64, 0, batch=2, hq=4, hkv=2, inputs="descaled")
         at(3 * tq + 1, tk + 1, batch=3, hq=44, hkv=4, inputs="descaled")
+        if schedule.scale_granularity == "block":
+            for sq, sk, hq in ((tq + 1, 5 * tk + 1, 2), (2 * tq, 9 * tk, 4), (300, 2 * tk - 1, 2), (1, 4 * tk, 2)):
+                at(sq, sk, batch=2, hq=hq, hkv=2, inputs="uneven")
     # Four query tiles in each of 3 · 44 heads: 528 tiles, more than three for each of 132 CTAs (SMs of an H100 SXM or H200); and a longer sequence.
     at(3 * tq + 1, tk + 1, batch=3, hq=44, hkv=4)
     at(3 * tq + 1, 3 * tq + 1, batch=3, hq=44, hkv=11)

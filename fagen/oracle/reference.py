@@ -22,7 +22,8 @@ def reference(attention: Attention, q: Array, k: Array, v: Array, **descales: Un
     q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, kv_heads, head_dim or head_dim_v), of any real dtype.
     Returns out (batch, seqlen_q, heads, head_dim_v) and lse (batch, heads, seqlen_q), the natural logarithm of the sum of
     exponentials of the scaled scores. A row that sees no key has out 0 and lse −inf. Query head h reads KV head h // group.
-    `q_descale`, `k_descale`, `v_descale` (e4m3): what the tensors are multiplied by, numbers or float32 arrays (batch, kv_heads).
+    `q_descale`, `k_descale`, `v_descale` (e4m3): what the tensors are multiplied by: numbers, float32 arrays (batch, kv_heads), or one
+    for each row: q's (batch, heads, seqlen_q), k's and v's (batch, kv_heads, seqlen_k).
 
     Works on blocks: beside inputs and outputs it holds about 100 MB. A NaN or inf in a V row that is only masked (not past the
     end) may show in the output, as it may in a kernel: 0 · NaN is NaN.
@@ -45,7 +46,7 @@ def reference_rows(
     with np.errstate(invalid="ignore", divide="ignore"):
         for block in row_blocks(attention, problem, q, k, v, index, np.float64, scales):
             s = matmul(block.q.reshape(-1, attention.head_dim), block.k.T).reshape(*block.q.shape[:2], -1)
-            s *= block.score_scale
+            block.scale(s)
             if block.visible is not None:
                 np.copyto(s, -np.inf, where=~block.visible)
             m = s.max(axis=2, keepdims=True)
@@ -53,7 +54,8 @@ def reference_rows(
             s -= np.where(blind, 0.0, m)
             p = np.exp(s, out=s)
             total = p.sum(axis=2, keepdims=True)
-            o = matmul(p.reshape(-1, p.shape[2]), block.v).reshape(*p.shape[:2], -1) / np.where(blind, 1.0, total)
+            values = block.v if block.value_scale is None else block.v * block.value_scale[:, None]
+            o = matmul(p.reshape(-1, p.shape[2]), values).reshape(*p.shape[:2], -1) / np.where(blind, 1.0, total)
             out[block.batch, block.rows, block.heads] = o.transpose(1, 0, 2) * block.out_scale
             lse[block.batch, block.heads, block.rows] = np.where(blind, -np.inf, m + np.log(total))[..., 0]
     return out, lse

@@ -9,10 +9,9 @@ from ..attention import Attention
 from ..errors import InputError, InternalError
 from ..schedule import Schedule
 from ..target import Target, target
-from . import barriers, ladder, memory, registers, rules
+from . import barriers, ladder, memory, registers, rules, scales
 from .expr import Expr, as_expr, maximum, sym
 from .kernel import (
-    DESCALES,
     TRACE_CTAS,
     TRACE_EVENTS,
     TRACE_HEADER_WORDS,
@@ -111,17 +110,17 @@ def _kernel(
     inputs = tuple(Gmem(n, a.dtype, v_dims if n == "v" else dims, "in") for n in ("q", "k", "v"))
     outputs = (Gmem("out", a.output_dtype, dims, "out"), Gmem("lse", "fp32", ("batch", "heads", "seq"), "out"))
     counter = (Gmem("counter", "i32", ("2",), "workspace"),) if tiles.dynamic else ()
-    scales = tuple(Gmem(n, "fp32", ("batch", "kv_heads"), "in") for n in DESCALES) if a.dtype == "e4m3" else ()
-    by_pointer = (*(() if maps else inputs), *outputs, *scales, *counter)
+    descales = scales.tensors(s) if a.dtype == "e4m3" else ()
+    by_pointer = (*(() if maps else inputs), *outputs, *descales, *counter)
     strided = [g.name for g in by_pointer if g.dims == dims]
     strides = tuple(Param(f"{n}_{x}", "i64", sym(f"{n}_{x}")) for n in strided for x in ("sb", "ss", "sh"))
     return KernelPlan(
         name="attention",
         threads=sum(r.threads for r in roles),
         min_ctas=1,
-        gmem=(*inputs, *outputs, *scales, *counter),
+        gmem=(*inputs, *outputs, *descales, *counter),
         pointers=tuple(g.name for g in by_pointer),
-        params=(*strides, *(_scale_params() if scales else ()), *tiles.params()),
+        params=(*strides, *(scales.params(s) if descales else ()), *tiles.params()),
         maps=maps,
         smem=smem,
         mbars=barriers.derive(placed, roles, smem),
@@ -130,12 +129,6 @@ def _kernel(
         roles=roles,
         grid=tiles.grid(),
     )
-
-
-def _scale_params() -> tuple[Param, ...]:
-    """A descale is a (batch, KV heads) array with two strides, or (null pointer) one number."""
-    strides = tuple(Param(f"{n}_{x}", "i64", sym(f"{n}_{x}")) for n in DESCALES for x in ("sb", "sh"))
-    return (*strides, *(Param(f"{n}_value", "f32", sym(f"{n}_value")) for n in DESCALES))
 
 
 def _map(tiles: Tiles, tensor: str, tile: str, rows: Expr, heads: Expr) -> TensorMapRecipe:

@@ -20,7 +20,7 @@ from .expr import Expr
 from .steps import DTYPE_BYTES, Gmem, MBar, NBar, Role, Smem
 
 DESCALES = ("q_descale", "k_descale", "v_descale")
-"""e4m3 only: what q, k and v are multiplied by, of dims (batch, kv_heads)."""
+"""e4m3 only: what q, k and v are multiplied by; of which dims is the schedule's scale_granularity (see `scales`)."""
 STRIDED = ("q", "k", "v", "out")  # tensors whose strides are arguments; dims (batch, seq, heads, head_dim)
 
 
@@ -151,13 +151,13 @@ class Plan:
         strides: Mapping[str, tuple[int, int, int]],
         num_sms: int,
         seed: int = 0,
-        descales: Mapping[str, tuple[int, int] | float] | None = None,
+        descales: Mapping[str, tuple[int, ...] | float] | None = None,
         trace_first: int = 0,
     ) -> Launch:
         """Evaluate everything that depends on the call. `strides[t]` for t in q, k, v, out: over batch, seq and head, in elements
-        (of a V given transposed: over batch, head_dim and head). `descales[t]` for those given: (batch, head) strides of an array,
-        whose address goes into Params, or the number itself (address null); default 1. `seed`: of a debug build's delays;
-        `trace_first`: the first CTA that a trace build records.
+        (of a V given transposed: over batch, head_dim and head). `descales[t]` for those given: the strides of an array, whose address
+        goes into Params, or the number itself (address null); default 1. `seed`: of a debug build's delays; `trace_first`: the first
+        CTA that a trace build records.
 
         Raises InputError where a size is outside what the kernel's 32-bit tile arithmetic or the grid can hold.
         """
@@ -172,7 +172,8 @@ class Plan:
         numbers: dict[str, float] = {}
         for name in DESCALES:
             given = (descales or {}).get(name, 1.0)
-            sb, sh = given if isinstance(given, tuple) else (0, 0)
+            # Only those of (batch, kv_heads) arrays are parameters; those of blocks follow from the sizes.
+            sb, sh = given if isinstance(given, tuple) and len(given) == 2 else (0, 0)
             env |= {f"{name}_sb": sb, f"{name}_sh": sh}
             numbers[f"{name}_value"] = 1.0 if isinstance(given, tuple) else float(given)
         for tensor in STRIDED:

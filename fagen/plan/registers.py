@@ -37,16 +37,28 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
     wide = (attention.dv - 64) // 16
     if s.roles == "uniform":
         return (32 + 28 * _one_slot(s) if beside_product else 24) + 2 * wide
-    if attention.dtype == "e4m3" or s.reference == "stale":
-        tight = attention.dtype == "e4m3" or attention.dv > 128
-        decode = attention.causal and s.reference == "stale"
-        if s.consumers == 4 and not tight and not attention.causal and s.overlap == "within":
+    if attention.dtype == "e4m3":
+        return _e4m3_overhead(attention, s)
+    if s.reference == "stale":
+        if s.consumers == 4 and attention.dv == 64 and not attention.causal and s.overlap == "within":
             return 16
-        return 24 + 8 * (s.fuse_tiles and attention.dtype == "e4m3") + 10 * (decode and tight)
+        return 24 + 10 * (attention.causal and attention.dv > 128)
     if s.overlap == "pingpong" and attention.dv > 128:
         beside_product = True
     base = 32 if beside_product else 28 if s.overlap == "pingpong" else 16
     return base + (0 if s.parallelism == "persistent_dynamic" else wide)
+
+
+def _e4m3_overhead(attention: Attention, s: Schedule) -> int:
+    """With a producer: 24, and more for what ptxas handled worse when it was compiled."""
+    stale, by_block = s.reference == "stale", s.scale_granularity == "block"
+    if s.fuse_tiles:
+        return 32 if not attention.causal or attention.dv > 128 else 24
+    if stale and attention.causal and attention.dv > 128:
+        return 34 if s.overlap == "both" or by_block else 24
+    if stale and not attention.causal and attention.dv > 64 and s.overlap == "both" and s.consumers == 2:
+        return 32
+    return 32 if by_block and s.overlap == "pingpong" else 24
 
 
 def _ladder_overhead(attention: Attention, s: Schedule) -> int:
@@ -95,7 +107,8 @@ def tile_registers(attention: Attention, schedule: Schedule) -> dict[str, int]:
     if schedule.partition == "split_kv":
         return _split_kv_registers(attention, schedule)
     early = {"E": scores * size // 4} if schedule.reference == "stale" else {}  # P of the next block, while this one's is in use
-    return {"S": scores, "P": scores * size // 4, **early, "O": out}
+    copy = {"O_sum": out} if schedule.promote_every is not None else {}
+    return {"S": scores, "P": scores * size // 4, **early, "O": out, **copy}
 
 
 def _split_kv_registers(attention: Attention, schedule: Schedule) -> dict[str, int]:
@@ -139,6 +152,15 @@ def producer_needs(attention: Attention, schedule: Schedule) -> int:
     wants_more = schedule.parallelism == "persistent_dynamic" and _one_slot(schedule) and (unequal or attention.dv > 128)
     joins = schedule.fuse_tiles and attention.causal  # the decode of a masked tile that has at least one block
     return 32 if wants_more or joins else 24
+
+
+def keeps_hints(attention: Attention, schedule: Schedule) -> bool:
+    """Whether the producer keeps its cache policies in registers, two each. Not where it has few, shares them with warps that transpose,
+    and its decode is long, of a causal mask or joined tiles: there it spilled (but not beside the plainest consumers)."""
+    s = schedule
+    long = attention.causal or s.fuse_tiles
+    plain = s.reference == "running" and s.promote_every is None and s.scale_granularity == "head"
+    return not (transposes(attention, s) and long and not plain and role_registers(attention, s)[0] <= TRANSPOSER_NEEDS)
 
 
 def _one_slot(schedule: Schedule) -> bool:

@@ -14,7 +14,7 @@ from ..attention import Attention
 from ..errors import ScheduleError, Violation
 from ..schedule import Schedule
 from ..target import TARGETS, target
-from . import registers
+from . import registers, scales
 from .memory import BARRIER_BYTES, tile_bytes
 
 CHOICES: dict[str, tuple[object, ...]] = {
@@ -51,12 +51,11 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "sink": (True,),
     "parallelism": ("kv_splits",),
     "p_operand": ("shared",),
-    "scale_granularity": ("tensor", "head", "block"),
     "hadamard": (True,),
 }
 """Values of the design that no kernel honours yet: rejected with code not-yet. The knob walk holds this list."""
 
-NOT_YET_SET = ("window", "softcap", "promote_every")
+NOT_YET_SET = ("window", "softcap")
 """Fields that must stay None until a kernel honours them."""
 
 HEAD_DIMS = (64, 128, 256)
@@ -142,6 +141,10 @@ def values(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
     ):
         message = f"{s.registers!r} is not a (producer, consumer) pair of multiples of 8 from 24 to 256"
         yield Violation("registers", "registers", message, tuple(registers.WARPGROUP_REGISTERS.values()))
+    if s.promote_every is not None and not (_is_int(s.promote_every) and 1 <= s.promote_every <= scales.MAX_PROMOTE_EVERY):
+        near = min(max(s.promote_every, 1), scales.MAX_PROMOTE_EVERY) if _is_int(s.promote_every) else 1
+        message = f"{s.promote_every!r} is neither None nor a number of key blocks from 1 to {scales.MAX_PROMOTE_EVERY}"
+        yield Violation("promote-every", "promote_every", message, (near, None))
 
 
 def _choice(name: str, value: object) -> Iterator[Violation]:
@@ -174,6 +177,7 @@ def structure(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
     if s.softmax != "fused":
         yield from _structure_materialised(s)
     yield from _structure_precision(attention, s)
+    yield from scales.structure(attention, s)
     if s.mma == "wgmma":
         yield from _structure_wgmma(s)
     else:
@@ -384,7 +388,7 @@ def _register_pool(a: Attention, s: Schedule, pool: int) -> Iterator[Violation]:
 
 
 def _fitting(attention: Attention, s: Schedule, fits: object) -> tuple[str, ...]:
-    """Changes of one knob that make `fits` true: the largest smaller tile_kv, fewer stages."""
+    """Changes of one knob that make `fits` true: the largest smaller tile_kv, fewer stages, no copy of the accumulator."""
     assert callable(fits)
     out = []
     for kv in range(s.tile_kv - 16, 0, -16):
@@ -396,6 +400,8 @@ def _fitting(attention: Attention, s: Schedule, fits: object) -> tuple[str, ...]
         if fits(s.replace(stages=stages)):
             out.append(f"stages={stages}")
             break
+    if s.promote_every is not None and fits(s.replace(promote_every=None)):
+        out.append("promote_every=None")
     return tuple(out)
 
 

@@ -266,7 +266,7 @@ class TmaLoad(Step):
     complete `full`. Announces the bytes to the barrier (one arrival with expect_tx) just before. Rows past the tensor read as 0.
 
     `transposed`: the tensor is (batch, heads, head_dim, seq), and the tile holds all its rows and the columns from `seq` on: one request
-    for each chunk."""
+    for each chunk. `keeps_hint`: the cache policy of the hint stays in two registers from load to load; else it is made where it is used."""
 
     src: str
     dst: Slot
@@ -276,6 +276,7 @@ class TmaLoad(Step):
     batch: Expr
     hint: Literal["evict_first", "evict_last"]
     transposed: bool = False
+    keeps_hint: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -422,15 +423,30 @@ class TransposeV(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadScale(Step):
-    """float `var` = `constant` · the descales `factors` of this batch and KV head.
+    """float `var` = `constant` · the scalar `times` · the descales `factors`: those of a (batch, head), of a block in it, or (all None)
+    of the whole tensor.
 
-    Descales are (batch, KV heads) float32 arrays with any strides, or one number each."""
+    Descales are float32 arrays, or one number each. `declare`: the C type; "" sets a variable that there is."""
 
     var: str
     constant: float
     factors: tuple[str, ...]
-    head: Expr
-    batch: Expr
+    times: str | None = None
+    head: Expr | None = None
+    batch: Expr | None = None
+    block: Expr | None = None
+    declare: str = "const float"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleShift(Step):
+    """float `shift` = log2 of the scalar `scale`, at least `least`; float `weight` = 2^−shift. How a factor becomes part of an
+    exponential's exponent, and how its row sums get rid of it."""
+
+    shift: str
+    weight: str
+    scale: str
+    least: float
 
 
 # persistent tiles claimed at run time ------------------------------------------------------------------------------------
@@ -605,7 +621,8 @@ class OnlineSoftmax(Step):
     m' = max(m, rowmax(s)·scale_log2); alpha = 2^(m − m'); s = 2^(s·scale_log2 − m'); l = l·alpha + the thread's own part of rowsum(s); m = m'.
     A row that has seen no key yet keeps m = −inf, alpha = 0, s = 0. `first`: nothing came before, so alpha is not needed (l = rowsum).
     `scale`: the scalar of a LoadScale instead of the constant. `offset`: exponentials and l are 2^offset times larger, so that P
-    fills the range of e4m3."""
+    fills the range of e4m3. `shift` and `weight` (of a ScaleShift): s·scale_log2 + shift is what m is the maximum of and s becomes the
+    exponential of; row sums are multiplied by the weight, so l does not have the shift."""
 
     s: str
     m: str
@@ -615,6 +632,8 @@ class OnlineSoftmax(Step):
     first: bool
     scale: str | None = None
     offset: int = 0
+    shift: str | None = None
+    weight: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -624,7 +643,7 @@ class StaleSoftmax(Step):
 
     `fits` is true in threads whose values are all in range: the sum (of positive numbers) is below `limit`, or for e4m3 no byte
     is saturated. NaN and infinities do not fit, so a row without a reference goes to the exact step by itself. Where `calm` is
-    false (see Calm) nothing is computed, and nothing fits."""
+    false (see Calm) nothing is computed, and nothing fits. `shift`, `weight`: as in OnlineSoftmax."""
 
     calm: str
     e: str
@@ -635,6 +654,8 @@ class StaleSoftmax(Step):
     scale_log2: float
     scale: str | None = None
     offset: int = 0
+    shift: str | None = None
+    weight: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -696,6 +717,14 @@ class Rescale(Step):
 
     o: str
     alpha: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Promote(Step):
+    """total += o, in float32: the tensor core adds up e4m3 products with about 13 bits, so a long sum is kept outside of it."""
+
+    total: str
+    o: str
 
 
 # rows kept whole, and their pieces ---------------------------------------------------------------------------------------

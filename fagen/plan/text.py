@@ -19,12 +19,14 @@ from .steps import (
     If,
     LoadAcc,
     LoadRow,
+    LoadScale,
     Loop,
     MergeStats,
     Mma,
     MmaWait,
     NArrive,
     Opaque,
+    Promote,
     RowPass,
     Slot,
     Step,
@@ -130,6 +132,10 @@ def describe(step: Step) -> str:
         return f"{step.dst} += all warps' parts"
     if isinstance(step, Break):
         return f"stop if {step.cond}"
+    if isinstance(step, LoadScale):
+        return f"load scale {step.var}" + (f", block {step.block}" if step.block is not None else "")
+    if isinstance(step, Promote):
+        return f"{step.total} += {step.o} in float32"
     words = [v for v in step_fields(step).values() if isinstance(v, str)]
     words += [v.smem for v in step_fields(step).values() if isinstance(v, Slot)]
     name = "".join((" " + c.lower()) if c.isupper() and i else c.lower() for i, c in enumerate(step.kind))

@@ -250,7 +250,7 @@ def device_array(address: int, shape: Any, byte_strides: Any, dtype: str) -> Any
 
 def attention_kernel(plan: Plan) -> Callable[[int], None]:
     """What the plan's kernel does (full mask), in NumPy, from its launch arguments alone."""
-    kernel, attention = plan.kernels[0], plan.attention
+    kernel, attention, schedule = plan.kernels[0], plan.attention, plan.schedule
     size, out_size = (DTYPES[t].itemsize for t in (attention.dtype, attention.output_dtype))
 
     def run(params: int) -> None:
@@ -274,12 +274,20 @@ def attention_kernel(plan: Plan) -> Callable[[int], None]:
             return device_array(getattr(p, name), (batch_of(p), rows, heads, width), (sb, ss, sh, item), dtype)
 
         def descale(name: str) -> Any:
-            """As (batch, 1, heads, 1)."""
+            """As (batch, 1 or rows, heads, 1)."""
             address = getattr(p, name, 0)
-            if address:
-                strides = (4 * getattr(p, f"{name}_sb"), 4 * getattr(p, f"{name}_sh"))
+            if not address:
+                return getattr(p, f"{name}_value", 1.0)
+            if schedule.scale_granularity == "tensor":
+                return device_array(address, (1,), (4,), "fp32")[0]
+            strides = (4 * getattr(p, f"{name}_sb"), 4 * getattr(p, f"{name}_sh"))
+            if schedule.scale_granularity == "head":
                 return np.repeat(device_array(address, (batch_of(p), hkv), strides, "fp32"), p.group, 1)[:, None, :, None]
-            return getattr(p, f"{name}_value", 1.0)
+            mine = name == "q_descale"
+            heads, rows, size = (p.hq, p.sq, schedule.tile_q) if mine else (hkv, p.sk, schedule.tile_kv)
+            blocks = device_array(address, (batch_of(p), heads, -(-rows // size)), (*strides, 4), "fp32")
+            by_row = np.repeat(blocks, size, axis=2)[:, :, :rows].transpose(0, 2, 1)[..., None]
+            return by_row if mine else np.repeat(by_row, p.group, 2)
 
         def batch_of(p: Any) -> int:
             return maps["q"][5] if maps else p.total // (p.n_m * p.hq)

@@ -42,6 +42,11 @@ def variants() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "fa3", {"reference": "stale", "tile_kv": 112, "fuse_tiles": True}
     yield "fa3", {"reference": "stale", "tile_kv": 64, "mask": "causal", "skip_masked": True}
     yield "fa3_fp8", {"v_transposed": True}
+    yield "fa3_fp8", {"scale_granularity": "tensor", "overlap": "within"}
+    yield "fa3_fp8", {"scale_granularity": "block", "reference": "stale", "tile_kv": 128}
+    yield "fa3_fp8", {"scale_granularity": "block", "promote_every": 3, "reference": "stale", "tile_kv": 64}
+    yield "fa3_fp8", {"reference": "stale", "tile_kv": 128, "fuse_tiles": True}
+    yield "fa3_fp8", {"promote_every": 1, "tile_kv": 96}
     yield "fa2", {"parallelism": "batch_heads", "stages": 1}
     yield "fa2", {"tile_q": 256, "tile_kv": 32, "dtype": "fp16", "head_dim": 64, "warps": 8}
     yield "standard", {"softmax": "two_pass", "dtype": "fp16"}
@@ -83,6 +88,22 @@ def test_a_finished_text(variant: tuple[str, Any]) -> None:
     assert text.endswith("}\n") and not text.startswith("\n") and "\n\n\n" not in text
     assert not [line for line in text.splitlines() if line != line.rstrip()]
     assert text.count("{") == text.count("}") and text.count("(") == text.count(")")
+
+
+@each_variant
+def test_no_variable_hides_another(variant: tuple[str, Any]) -> None:
+    """A tile's scalars that are set anew must not be declared anew in an inner block: later steps would read the old ones."""
+    _, source = emitted(*variant)
+    scopes: list[set[str]] = [set()]
+    for line in code_lines(source.text):
+        for name in re.findall(r"^\s*(?:const )?(?:int|float|bool|u32|u64) (\w+) =", line):
+            assert not any(name in scope for scope in scopes), f"{name} in {line.strip()}"
+            scopes[-1].add(name)
+        for brace in re.findall(r"[{}]", line):
+            if brace == "{":
+                scopes.append(set())
+            else:
+                scopes.pop()
 
 
 @each_variant

@@ -24,13 +24,11 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "sink": (True,),
     "parallelism": ("kv_splits",),
     "p_operand": ("shared",),
-    "scale_granularity": ("tensor", "head", "block"),
     "hadamard": (True,),
 }
 NOT_YET_SET: dict[str, tuple[object, ...]] = {
     "window": ((128, 0), (0, 0)),
     "softcap": (30.0, 0.0),
-    "promote_every": (1, 4),
 }
 """Fields that must be None, with values to try."""
 
@@ -47,6 +45,8 @@ UNIFORM: Changes = {"roles": "uniform", "overlap": "none", "tile_kv": 64}
 SPLIT: dict[str, Changes] = {"split_q": {"tile_q": 64, "tile_kv": 64, "warps": 4}, "split_kv": {}}
 """Tiles that go with the partition, from fa1."""
 STALE: Changes = {"reference": "stale", "tile_kv": 64}
+HEAD: Changes = {"scale_granularity": "head"}
+"""What an e4m3 schedule must say."""
 
 
 def consumers(n: int) -> Changes:
@@ -75,7 +75,7 @@ WGMMA: Changes = {
 ACCEPTED: dict[str, list[tuple[object, Pair, Changes]]] = {
     "head_dim": [(d, tuple(fagen.load(n, head_dim=d)), {}) for n in ("fa2", "fa3", "fa3_fp8") for d in (64, 128, 256)],
     "head_dim_v": [(None, FA3, {}), (64, FA3, {}), (128, tuple(fagen.load("fa3")), {})],
-    "dtype": [*((d, base, {}) for d in ("bf16", "fp16") for base in (FA2, FA3)), ("e4m3", FP8, {}), ("e4m3", FA3, {})],
+    "dtype": [*((d, base, {}) for d in ("bf16", "fp16") for base in (FA2, FA3)), ("e4m3", FP8, {}), ("e4m3", FA3, HEAD)],
     "out_dtype": [(d, base, {}) for d in (None, "bf16", "fp16") for base in (FA2, FA3, FP8)],
     "mask": [(m, base, {}) for m in ("full", "causal") for base in (FA2, FA3, FP8)],
     "scale": [(x, base, {}) for x in (None, 1, 0.5, 1e-30, 1e30) for base in (FA2, FA3, FP8)],
@@ -102,17 +102,17 @@ ACCEPTED: dict[str, list[tuple[object, Pair, Changes]]] = {
     "softmax": [("fused", FA3, {}), ("fused", FA2, {}), ("three_pass", STANDARD, {}), ("two_pass", STANDARD, {})],
     "normalise": [("once", FA3, {}), *((n, base, {}) for n in ("once", "each_step") for base in (FA1, FA2))],
     "reference": [("running", FA3, {}), ("running", FA2, {}), *(("stale", base, {"overlap": o, "tile_kv": 64}) for base in (FA3, FP8) for o in ("within", "both"))],
-    "scale_granularity": [(None, FA3, {})],
+    "scale_granularity": [(None, FA3, {}), (None, FA2, {}), *((g, FP8, {**r, "overlap": o}) for g in ("tensor", "head", "block") for o in ("within", "both") for r in ({}, STALE))],
     "hadamard": [(False, FA3, {})],
     "v_transposed": [(False, FA3, {}), (False, FP8, {}), (True, FP8, {}), (True, FP8, {**UNIFORM, "overlap": "within"})],
-    "promote_every": [(None, FA3, {})],
+    "promote_every": [(None, FA3, {}), *((n, FP8, {"tile_kv": 64, "overlap": o}) for n in (None, 1, 2, 3, 4096) for o in ("none", "within", "pingpong", "both")), (2, FP8, {**STALE, "overlap": "within"})],
 }  # fmt: skip
 
 # field: base, the field's value and what is tied to it, on the one side and on the other.
 # Both sides are legal; the program and the code must differ. Fields with one legal value are in ONE_VALUE.
 EFFECT: dict[str, list[tuple[Pair, Changes, Changes]]] = {
     "head_dim": [(FA2, {"head_dim": 64, "tile_kv": 64}, {"head_dim": 128, "tile_kv": 64}), (FA3, {"head_dim": 64, "tile_kv": 80}, {"head_dim": 128, "tile_kv": 80})],
-    "dtype": [(FA2, {"dtype": "bf16"}, {"dtype": "fp16"}), (FA3, {"dtype": "bf16", "out_dtype": "fp16"}, {"dtype": "fp16"}), (FA3, {"dtype": "e4m3"}, {"dtype": "bf16"})],
+    "dtype": [(FA2, {"dtype": "bf16"}, {"dtype": "fp16"}), (FA3, {"dtype": "bf16", "out_dtype": "fp16"}, {"dtype": "fp16"}), (FA3, {"dtype": "e4m3", **HEAD}, {"dtype": "bf16"})],
     "out_dtype": [(FA2, {}, {"out_dtype": "fp16"}), (FA3, {"dtype": "fp16"}, {"dtype": "fp16", "out_dtype": "bf16"}), (FP8, {}, {"out_dtype": "fp16"})],
     "mask": [(FA2, {"mask": "full"}, {"mask": "causal"}), (FA3, {"mask": "full"}, {"mask": "causal"})],
     "scale": [(FA2, {}, {"scale": 0.25}), (FA3, {"scale": 0.25}, {"scale": 0.5}), (FP8, {}, {"scale": 0.5})],
@@ -140,13 +140,15 @@ EFFECT: dict[str, list[tuple[Pair, Changes, Changes]]] = {
     "skip_masked": [(FA3, {"mask": "causal"}, {"mask": "causal", "skip_masked": True})],
     "reference": [(base, {"tile_kv": 64}, {"tile_kv": 64, "reference": "stale"}) for base in (FA3, FP8)],
     "v_transposed": [(FP8, {"v_transposed": False}, {"v_transposed": True})],
+    "scale_granularity": [(FP8, {"scale_granularity": a}, {"scale_granularity": b}) for a, b in (("tensor", "head"), ("head", "block"), ("tensor", "block"))],
+    "promote_every": [(FP8, {"tile_kv": 64, "promote_every": a}, {"tile_kv": 64, "promote_every": b}) for a, b in ((None, 1), (1, 2), (2, 3))],
 }  # fmt: skip
 
 ONE_VALUE = {
     "head_dim_v": "None or head_dim itself",
     **dict.fromkeys(NOT_YET_SET, "None until it is honoured"),
     **dict.fromkeys(
-        ("sink", "p_operand", "scale_granularity", "hadamard"),
+        ("sink", "p_operand", "hadamard"),
         "the others are not yet honoured",
     ),
 }  # fmt: skip

@@ -12,7 +12,7 @@ import pytest
 
 import fagen
 from fagen import Attention, Schedule, ScheduleError, Violation
-from fagen.plan import rules
+from fagen.plan import rules, scales
 from fagen.target import TARGETS, target
 
 FA2, FA3, FP8 = fagen.load("fa2"), fagen.load("fa3"), fagen.load("fa3_fp8")
@@ -46,7 +46,7 @@ def ways_out(violation: Violation) -> list[dict[str, Any]]:
     for value in violation.nearest:
         if isinstance(value, str) and "=" in value:
             knob, number = value.split("=")
-            out.append({knob: int(number)})
+            out.append({knob: None if number == "None" else int(number)})
         else:
             out.append({violation.field: value})
     return out
@@ -75,6 +75,10 @@ MISTAKES: list[tuple[Pair, dict[str, Any], str, str, tuple[str, ...]]] = [
     (FA3, {"normalise": "never"}, "normalise", "normalise", ("'never'", "'once'")),
     (FA3, {"reference": "maximum"}, "reference", "reference", ("'maximum'", "'running'")),
     (FA3, {"scale_granularity": "row"}, "scale-granularity", "scale_granularity", ("'row'", "'head'")),
+    (FA3, {"scale_granularity": "head"}, "scale-granularity", "scale_granularity", ("'head'", "bf16")),
+    (FP8, {"scale_granularity": None}, "scale-granularity", "scale_granularity", ("e4m3",)),
+    *((FP8, {"promote_every": n}, "promote-every", "promote_every", (repr(n), "4096")) for n in (0, -1, 4097, 1.5, True, math.inf, math.nan, "1")),
+    (FA3, {"promote_every": 1}, "promote-every", "promote_every", ("1", "float32")),
     (FA3, {"hadamard": 1}, "hadamard", "hadamard", ("1", "False")),
     (FA3, {"v_transposed": None}, "v-transposed", "v_transposed", ("None", "False")),
     (FA3, {"mask": "window"}, "not-yet", "mask", ("'window'", "no kernel honours it yet")),
@@ -165,7 +169,7 @@ def test_a_single_mistake(mistake: tuple[Pair, dict[str, Any], str, str, tuple[s
 def all_codes() -> set[str]:
     """Every code the rules can give: literals in the calls that make a Violation, and those made from a field's name."""
     codes = {name.replace("_", "-") for name in rules.CHOICES}
-    for node in ast.walk(ast.parse(inspect.getsource(rules))):
+    for node in (n for module in (rules, scales) for n in ast.walk(ast.parse(inspect.getsource(module)))):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("Violation", "_nearest_int"):
             first = node.args[0]
             if isinstance(first, ast.Constant):

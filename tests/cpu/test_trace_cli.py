@@ -221,7 +221,7 @@ def test_a_fault_leaves_a_bundle(
     from cuda.bindings.driver import CUresult
 
     monkeypatch.chdir(tmp_path)
-    gpu.fail["cuLaunchKernel"] = CUresult.CUDA_ERROR_LAUNCH_FAILED
+    gpu.fail["cuLaunchKernelEx"] = CUresult.CUDA_ERROR_LAUNCH_FAILED
     assert run(["trace", "fa3", *SETTINGS, *SHAPE, "--from", str(folder)]) == 1
     err = capsys.readouterr().err
     assert "CUDA_ERROR_LAUNCH_FAILED" in err and "repro bundle: repro/" in err and len(list((tmp_path / "repro").iterdir())) == 1

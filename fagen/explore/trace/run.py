@@ -168,7 +168,7 @@ def _item(
     kernels[1].trace_first = request["cta"]
     plan, problem = kernels[0].plan, CheckProblem(**request["problem"])
     a = plan.attention
-    case = make_case(a, problem, seed=request["seed"], v_transposed=plan.schedule.v_transposed)
+    case = make_case(a, plan.schedule, problem, seed=request["seed"])
     with Staging(stream) as staging:
         q, k, v = upload(staging, (case.q, case.k, case.given_v))
         outputs = [

@@ -6,8 +6,8 @@ at the MmaWait that names them, cp.async data at the CpWait of the warp that cop
 empty, freed or being filled, registers of a product in flight. So a missing wait gives NaN, or a `SimulatedDeadlock` that names who
 stands where; a barrier that is arrived at too often, or an access out of bounds, is a `SimulatedFault`.
 
-Numbers are the GPU's up to the order of summation: products of the rounded operands summed in float32, ex2 in float32, P and O
-rounded to their types. Register layouts, swizzles and clocks are not modelled, and a role instance moves as one: what goes wrong only
+Numbers are the GPU's up to the order of summation: products of the rounded operands summed in float32 (e4m3: as `numeric.tensor_core`
+says), ex2 in float32, P and O rounded to their types. Register layouts, swizzles and clocks are not modelled, and a role instance moves as one: what goes wrong only
 between the warps of one warpgroup is for the proof to find.
 """
 
@@ -21,13 +21,13 @@ import numpy as np
 import numpy.typing as npt
 
 from ...attention import Attention
-from ...descales import Descales
+from ...descales import Descales, as_arrays, forms
 from ...errors import InputError
 from ...plan import plan as make_plan
 from ...plan.kernel import KernelLaunch, KernelPlan, Launch, Plan, Problem, scalar_env
 from ...plan.steps import DTYPE_BYTES
 from ...schedule import Schedule
-from ..blocks import problem_of, scales_of
+from ..blocks import problem_of
 from ..numeric import DTYPES, F32, Array
 from .engine import Engine
 from .machine import GlobalMemory, SimulatedDeadlock, SimulatedFault
@@ -61,24 +61,29 @@ def simulate(
     seed: int = 0,
     plan: Plan | None = None,
     num_sms: int = 2,
+    exact_sums: bool = False,
     **descales: Unpack[Descales],
 ) -> tuple[Array, F32]:
     """The output of the kernel that `plan(attention, schedule)` describes, run step by step on the CPU.
 
     q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, head_dim_v): NumPy
     arrays of the attention's dtype (ml_dtypes for bf16 and e4m3), any strides; with the schedule's v_transposed, v (batch, kv_heads,
-    head_dim_v, seqlen_k). `q_descale`, `k_descale`, `v_descale` (e4m3): numbers, or float32 arrays (batch, kv_heads). Returns out (batch, seqlen_q, heads, head_dim_v) in
-    the output dtype and lse (batch, heads, seqlen_q) in float32.
+    head_dim_v, seqlen_k). `q_descale`, `k_descale`, `v_descale` (e4m3): numbers, or float32 arrays as the schedule's scale_granularity
+    says (see `Kernel`). Returns out (batch, seqlen_q, heads, head_dim_v) in the output dtype and lse (batch, heads, seqlen_q) in float32.
 
     `seed` chooses the interleaving; a right plan gives the same bits for every seed. `num_sms` CTAs run side by side, and make up
-    the grid of a persistent kernel: with few of them each owns several tiles. `plan`: run this plan instead.
+    the grid of a persistent kernel: with few of them each owns several tiles. `plan`: run this plan instead. `exact_sums`: the tensor
+    core's e4m3 sums are cut term by term, as on the GPU, and not only where a product of depth 32 ends: what to predict errors of long
+    sums with, and many times slower.
 
     A block of 128 × 128 takes about 0.4 ms with WGMMA, four times that with mma.sync and its eight warps; so 2048² of one head takes
     0.1 to 0.5 s. For longer sequences see `simulate_sample`.
 
     Raises InputError for tensors that do not fit the attention, SimulatedDeadlock and SimulatedFault for a plan that is wrong.
     """
-    run = _run(attention, schedule, q, k, v, seed=seed, plan=plan, num_sms=num_sms, ctas=None, descales=descales)
+    run = _run(
+        attention, schedule, q, k, v, seed=seed, plan=plan, num_sms=num_sms, ctas=None, exact_sums=exact_sums, descales=descales
+    )
     return run.out, run.lse
 
 
@@ -92,13 +97,26 @@ def simulate_sample(
     seed: int = 0,
     plan: Plan | None = None,
     ctas: int = 8,
+    exact_sums: bool = False,
     **descales: Unpack[Descales],
 ) -> Simulation:
     """As `simulate`, for `ctas` CTAs only, chosen by the seed: the way to check sequences above 2048 rows.
 
     Persistent kernels are bound to as many SMs as there are tiles, so that a CTA is one tile; under "batch_heads" it is one head.
     """
-    return _run(attention, schedule, q, k, v, seed=seed, plan=plan, num_sms=ONE_TILE_EACH, ctas=ctas, descales=descales)
+    return _run(
+        attention,
+        schedule,
+        q,
+        k,
+        v,
+        seed=seed,
+        plan=plan,
+        num_sms=ONE_TILE_EACH,
+        ctas=ctas,
+        exact_sums=exact_sums,
+        descales=descales,
+    )
 
 
 def _run(
@@ -112,6 +130,7 @@ def _run(
     plan: Plan | None,
     num_sms: int,
     ctas: int | None,
+    exact_sums: bool,
     descales: Descales,
 ) -> Simulation:
     problem = problem_of(attention, q, k, v, schedule.v_transposed)
@@ -121,7 +140,8 @@ def _run(
     for name, count in (("num_sms", num_sms), ("ctas", 1 if ctas is None else ctas)):
         if count < 1:
             raise InputError(name, f"is {count}; needs at least 1")
-    scales = scales_of(attention, problem, descales)
+    scales = as_arrays(attention, descales, forms(schedule, problem))
+    scales = {n: x for n, x in scales.items() if x.size}  # of no block: a null pointer, as on a GPU
     if schedule.v_transposed:
         v = v.transpose(0, 3, 1, 2)
     if plan is None:
@@ -137,7 +157,8 @@ def _run(
             _counters(plan, launch),
             spaces=_spaces(plan, launch),
             dtypes={w.name: w.dtype for w in plan.workspaces},
-            descales=dict(scales),
+            descales=scales,
+            exact_sums=exact_sums,
         )
         for kernel, bound in zip(plan.kernels, launch.kernels):
             _run_kernel(kernel, bound, memory, seed, num_sms, ctas)

@@ -227,10 +227,22 @@ class Instance:
             slot.write(_ordinary(slot.data.shape), generic=self.name)
 
     def load_scale(self, step: st.LoadScale) -> None:
-        place = (self.value(step.batch), self.value(step.head))
-        self.scalars[step.var] = np.float32(step.constant)
+        place = [self.value(e) for e in (step.batch, step.head, step.block) if e is not None]
+        product = np.float32(step.constant) * (np.float32(1) if step.times is None else self.scalars[step.times])
         for name in step.factors:
-            self.scalars[step.var] *= self.cta.memory.descale(name, *place)
+            product *= np.float32(self.cta.memory.descale(name, *place))
+        self.scalars[step.var] = product
+
+    def scale_shift(self, step: st.ScaleShift) -> None:
+        shift = np.log2(np.maximum(self.scalars[step.scale], np.float32(step.least)))
+        self.scalars[step.shift], self.scalars[step.weight] = shift, np.exp2(-shift)
+
+    def _shift(self, step: st.OnlineSoftmax | st.StaleSoftmax) -> tuple[np.float32, np.float32, np.float32]:
+        """What scores are multiplied by, what is added to them, and what their exponentials' sums are multiplied by."""
+        scale = np.float32(step.scale_log2) if step.scale is None else self.scalars[step.scale]
+        if step.shift is None or step.weight is None:
+            return scale, np.float32(0), np.float32(1)
+        return scale, self.scalars[step.shift], self.scalars[step.weight]
 
     def load_frag(self, step: st.LoadFrag) -> None:
         dst = self.registers[step.dst]
@@ -332,7 +344,9 @@ class Instance:
         n = d.shape[1]
         b = self._operand(step.b, *((depth, n) if step.trans_b else (n, depth)))
         if step.unit == "wgmma":
-            self._open.append(Product(step.id, d, a, b, accumulate=step.accumulate, trans_b=step.trans_b))
+            exact = self.cta.memory.exact_sums
+            product = Product(step.id, d, a, b, accumulate=step.accumulate, trans_b=step.trans_b, exact_sums=exact)
+            self._open.append(product)
         else:
             left = a.value if isinstance(a, Register) else a.now()
             d.write(multiply(step.id, d.shape, left, b.now(), step.trans_b, d.value if step.accumulate else None))
@@ -365,15 +379,15 @@ class Instance:
 
     def online_softmax(self, step: st.OnlineSoftmax) -> None:
         s, m, l, alpha = (self.registers[x] for x in (step.s, step.m, step.l, step.alpha))
-        scale = np.float32(step.scale_log2) if step.scale is None else self.scalars[step.scale]
-        highest = s.value.max(axis=1, keepdims=True) * scale
+        scale, shift, weight = self._shift(step)
+        highest = s.value.max(axis=1, keepdims=True) * scale + shift
         new = highest if step.first else np.maximum(m.value, highest)
         reference = np.where(np.isneginf(new), np.float32(0), new)  # a row without a key yet: 2^(−inf − 0) = 0
         # One FFMA, so rounded once: float64 holds the product exactly.
-        exponent: F32 = (s.value.astype(np.float64) * np.float64(scale) - reference).astype(np.float32)
-        exponent += np.float32(step.offset)
+        lowered = reference - (shift + np.float32(step.offset))
+        exponent: F32 = (s.value.astype(np.float64) * np.float64(scale) - lowered).astype(np.float32)
         p = np.exp2(exponent, out=exponent)
-        total = p.sum(axis=1, keepdims=True)
+        total = p.sum(axis=1, keepdims=True) * weight
         if step.first:
             self._put(l, total)
             self._put(alpha, alpha.nan())  # not computed
@@ -386,11 +400,11 @@ class Instance:
 
     def stale_softmax(self, step: st.StaleSoftmax) -> None:
         s, m, e, part = (self.registers[x] for x in (step.s, step.m, step.e, step.part))
-        scale = np.float32(step.scale_log2) if step.scale is None else self.scalars[step.scale]
-        exponent: F32 = (s.value.astype(np.float64) * np.float64(scale) - m.value).astype(np.float32)
-        exponent += np.float32(step.offset)
+        scale, shift, weight = self._shift(step)
+        lowered = m.value - (shift + np.float32(step.offset))
+        exponent: F32 = (s.value.astype(np.float64) * np.float64(scale) - lowered).astype(np.float32)
         p = np.exp2(exponent, out=exponent)
-        self._put(part, p.sum(axis=1, keepdims=True))
+        self._put(part, p.sum(axis=1, keepdims=True) * weight)
         self._put(e, rounded(p, e.dtype))
         # The GPU votes on each thread's share of two rows, the model on whole rows: near the limit they may part, both right.
         fits = np.abs(e.value) < E4M3_MAX if e.dtype == "e4m3" else part.value < STALE_LIMIT[e.dtype]
@@ -420,6 +434,10 @@ class Instance:
         o = self.registers[step.o]
         self._put(o, o.value * self.registers[step.alpha].value)
 
+    def promote(self, step: st.Promote) -> None:
+        total = self.registers[step.total]
+        self._put(total, total.value + self.registers[step.o].value)
+
 
 def _by_warp(rows: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
     """For each row, whether it holds for all that the 16 rows of its warp have."""
@@ -448,7 +466,7 @@ _PRIVATE = frozenset(
         st.Opaque,
         *ladder.PRIVATE,
         *(st.Let, st.Var, st.Set, st.Advance, st.CpCommit, st.StoreOut, st.StoreRow, st.Fill, st.Limits, st.Mask),
-        *(st.OnlineSoftmax, st.Pack, st.Rescale, st.LoadScale),
+        *(st.OnlineSoftmax, st.Pack, st.Rescale, st.Promote, st.LoadScale, st.ScaleShift),
         *(st.StaleSoftmax, st.AddSums, st.Calm, st.CopyRow, st.Hold, st.Move),
     )
 )
@@ -467,6 +485,7 @@ _ACTIONS: dict[type[st.Step], Callable[[Instance, Any], Blocked | None]] = {
     st.Prefill: Instance.prefill,
     st.Opaque: lambda instance, step: None,
     st.LoadScale: Instance.load_scale,
+    st.ScaleShift: Instance.scale_shift,
     st.StoreOut: Instance.store_out,
     st.StoreRow: Instance.store_row,
     st.ClaimTile: Instance.claim_tile,
@@ -494,5 +513,6 @@ _ACTIONS: dict[type[st.Step], Callable[[Instance, Any], Blocked | None]] = {
     st.Move: Instance.move,
     st.Pack: Instance.pack,
     st.Rescale: Instance.rescale,
+    st.Promote: Instance.promote,
     **ladder.ACTIONS,
 }

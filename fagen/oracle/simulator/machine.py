@@ -35,12 +35,14 @@ class GlobalMemory:
     outputs: dict[str, Array]
     counters: dict[str, npt.NDArray[np.int64]]
     descales: dict[str, F32] = field(default_factory=dict)
-    """(batch, KV heads) of those given."""
+    """Of those given: one number, (batch, KV heads), or (batch, heads, blocks)."""
     spaces: dict[str, Array] = field(default_factory=dict)
     """Float workspaces (batch, heads, rows, cols) in float32, NaN until written."""
     dtypes: dict[str, str] = field(default_factory=dict)
     """Of the workspaces."""
     written: dict[str, npt.NDArray[np.bool_]] = field(default_factory=dict)
+    exact_sums: bool = False
+    """Whether the tensor core's e4m3 sums are cut term by term (see `numeric.tensor_core`)."""
 
     def __post_init__(self) -> None:
         self.written = {name: np.zeros(x.shape[:3], bool) for name, x in self.outputs.items()}
@@ -62,11 +64,16 @@ class GlobalMemory:
             out[begin - first : end - first] = x[batch, head, begin:end]
         return out
 
-    def descale(self, name: str, batch: int, head: int) -> np.float32:
-        """Of one batch and KV head; 1 where none was given."""
+    def descale(self, name: str, *place: int) -> float:
+        """Of one batch, head and block, as far as the array tells them apart; 1 where none was given."""
         given = self.descales.get(name)
-        one: np.float32 = np.float32(1) if given is None else given[batch, head]
-        return one
+        if given is None:
+            return 1.0
+        if given.ndim == 0 or not place:  # one number for all places
+            return float(given.item())
+        if len(place) != given.ndim or not all(0 <= i < n for i, n in zip(place, given.shape)):
+            raise SimulatedFault(f"reads {name}{list(place)} of an array {given.shape}")
+        return float(given[place])
 
     def workspace(self, name: str, batch: int, head: int, first: int, rows: int, col: int, cols: int) -> Array:
         """A view of some rows and columns of a workspace's head."""
@@ -108,6 +115,7 @@ class SharedSlot:
         # Tile numbers need more than float32's 24 bits.
         self.data: Array = np.full((smem.rows, smem.cols), np.nan, np.float64 if smem.dtype == "i32" else np.float32)
         self.bytes = smem.tile_bytes
+        self.dtype = smem.dtype
         self.version = 0
         self.unfenced: set[str] = set()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...plan.steps import Frag
-from ..numeric import F32, Array, matmul
+from ..numeric import F32, Array, tensor_core
 from .machine import SharedSlot, SimulatedFault
 
 
@@ -88,9 +88,18 @@ class Product:
     """One WGMMA group: d (+)= a · b. Computed when it completes, from what its operands hold then; `result` is None until then."""
 
     def __init__(
-        self, step: str, d: Register, a: Register | SharedOperand, b: SharedOperand, *, accumulate: bool, trans_b: bool
+        self,
+        step: str,
+        d: Register,
+        a: Register | SharedOperand,
+        b: SharedOperand,
+        *,
+        accumulate: bool,
+        trans_b: bool,
+        exact_sums: bool = False,
     ) -> None:
         self._step, self._shape, self._trans_b, self._b = step, d.shape, trans_b, b
+        self._exact_sums = exact_sums
         self.spoiled = False
         self.result: Array | None = None
         self._a = a.lend(self, as_result=False) if isinstance(a, Register) else a
@@ -104,7 +113,9 @@ class Product:
         if self.spoiled:
             self.result = np.full(self._shape, np.nan, np.float32)
         else:
-            self.result = multiply(self._step, self._shape, a, self._b.read(), self._trans_b, c)
+            self.result = multiply(
+                self._step, self._shape, a, self._b.read(), self._trans_b, c, self._b.slot.dtype, self._exact_sums
+            )
 
 
 def _content(x: Array | Product) -> Array:
@@ -114,10 +125,19 @@ def _content(x: Array | Product) -> Array:
     return x
 
 
-def multiply(step: str, shape: tuple[int, int], a: Array, b: Array, trans_b: bool, c: Array | None) -> F32:
-    """c + a · b in float32; b is [n][k], with `trans_b` [k][n]."""
+def multiply(
+    step: str,
+    shape: tuple[int, int],
+    a: Array,
+    b: Array,
+    trans_b: bool,
+    c: Array | None,
+    dtype: str = "fp32",
+    exact_sums: bool = False,
+) -> F32:
+    """c + a · b as the tensor core sums products of `dtype`; b is [n][k], with `trans_b` [k][n]."""
     n, k = b.shape[::-1] if trans_b else b.shape
     if a.shape != (shape[0], k) or n != shape[1]:
         raise SimulatedFault(f"{step}: {a.shape} · {(k, n)} does not give {shape}")
-    d: F32 = matmul(a, b if trans_b else b.T)
-    return d if c is None else np.add(c, d, out=d)
+    d: F32 = tensor_core(a, b if trans_b else b.T, dtype, terms=exact_sums, start=c)
+    return d

@@ -15,6 +15,8 @@ _USES: dict[type[S.Step], Callable[[Any], Uses]] = {
     S.StoreOut: lambda s: ((s.src,), ()),
     S.StoreRow: lambda s: ((s.src,), ()),
     S.LoadScale: lambda s: ((), ()),
+    S.ScaleShift: lambda s: ((), ()),
+    S.Promote: lambda s: ((s.total, s.o), (s.total,)),
     S.Fill: lambda s: ((), (s.dst,)),
     S.Opaque: lambda s: (s.reads, s.changes),
     S.Limits: lambda s: ((), (s.dst,)),
@@ -55,6 +57,8 @@ _LADDER_STEPS = (
 REGISTER_STEPS = (
     S.LoadScale,
     S.Opaque,
+    S.ScaleShift,
+    S.Promote,
     S.Fill,
     S.Limits,
     S.Mask,

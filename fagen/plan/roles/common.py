@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from .. import scales
 from ..expr import sym
-from ..steps import Body, Fill, Let, Limits, LoadScale, LogSumExp, Reciprocal, Rescale, Set, StoreOut, StoreRow, SumRow, Var
-from ..tiles import N_TILE, SQ, B, M, N, Tiles, W
+from ..steps import Body, Fill, Let, Limits, LogSumExp, Reciprocal, Rescale, Set, StoreOut, StoreRow, SumRow, Var
+from ..tiles import N_TILE, SQ, B, H, M, N, Tiles, W
 
 ROW0 = sym("row0")
 """First query row of the role instance."""
@@ -20,11 +21,22 @@ def p_offset(tiles: Tiles) -> int:
     return 6 if tiles.schedule.reference == "stale" else 8
 
 
+def sums(tiles: Tiles) -> tuple[str, ...]:
+    """The accumulators of P·V that last from block to block; the last one has the result in the end. With a copy in float32: the copy, and
+    the tensor core's own one unless every block starts it anew."""
+    every = tiles.schedule.promote_every
+    return ("O",) if every is None else ("O_sum",) if every == 1 else ("O", "O_sum")
+
+
+def clear(tiles: Tiles) -> Body:
+    return tuple(Fill(dst=o, value=0.0) for o in sums(tiles))
+
+
 def setup(tiles: Tiles, rows: int, step: type[Let] | type[Var] | type[Set] = Let) -> Body:
     """Decode the tile, limits of the mask, O = 0, m = −∞, l = 0. An instance owns `rows` query rows."""
     return (
         *locate(tiles, rows, step),
-        Fill(dst="O", value=0.0),
+        *clear(tiles),
         Fill(dst="m_ref", value=float("-inf")),
         Fill(dst="l_sum", value=0.0),
     )
@@ -32,16 +44,12 @@ def setup(tiles: Tiles, rows: int, step: type[Let] | type[Var] | type[Set] = Let
 
 def locate(tiles: Tiles, rows: int, step: type[Let] | type[Var] | type[Set] = Let) -> Body:
     """Where the tile is, and what its rows see."""
-    scales: Body = ()
     own: Body = ()
     if tiles.schedule.skip_masked:
         own = (step(var="n", value=tiles.blocks_of_warpgroup(ROW0), why="of those, the ones that a row of this instance sees"),)
-    if tiles.attention.dtype == "e4m3":
-        factors = ("q_descale", "k_descale")
-        scales = (LoadScale(var="score_scale", constant=tiles.attention.scale_log2, factors=factors, head=HEAD_KV, batch=B),)
     return (
         *tiles.decode(step, N_TILE if tiles.schedule.skip_masked else N),
-        *scales,
+        *scales.of_tile(tiles, H, HEAD_KV, B, M, step),
         step(var="row0", value=M * tiles.schedule.tile_q + W * rows, why="first query row of this instance"),
         *own,
         Limits(dst="last_key", first_row=ROW0, limit=tiles.key_limit()),
@@ -53,15 +61,11 @@ def totals(tiles: Tiles, old: bool = False) -> Body:
     `old`: of the tile before the one that the variables h and b speak of."""
     h_kv, b = (sym(f"old_{n}") if old else sym(n) for n in ("h_kv", "b"))
     m_ref, l_sum = ("m_old", "l_old") if old else ("m_ref", "l_sum")
-    scale: str | None = None
-    load: Body = ()
-    if tiles.attention.dtype == "e4m3":
-        scale = "out_scale"
-        load = (LoadScale(var=scale, constant=1.0, factors=("v_descale",), head=h_kv, batch=b),)
+    load = scales.of_output(tiles, h_kv, b)
     return (
         *load,
         SumRow(dst=l_sum, src=l_sum),
-        Reciprocal(dst="inverse", src=l_sum, scale=scale),
+        Reciprocal(dst="inverse", src=l_sum, scale="out_scale" if load else None),
         LogSumExp(lse="lse", m=m_ref, l=l_sum, offset=p_offset(tiles)),
     )
 
@@ -71,11 +75,12 @@ def nothing_seen() -> Body:
     return Fill(dst="inverse", value=0.0), Fill(dst="lse", value=float("-inf"))
 
 
-def epilogue(old: bool = False) -> Body:
+def epilogue(tiles: Tiles, old: bool = False) -> Body:
     """Normalise and write out and lse. `old`: of the tile before the one that the variables h and b speak of."""
     row0, h, b = (sym(f"old_{n}") if old else sym(n) for n in ("row0", "h", "b"))
+    o = sums(tiles)[-1]
     return (
-        Rescale(o="O", alpha="inverse"),
-        StoreOut(src="O", dst="out", first_row=row0, limit=SQ, head=h, batch=b),
+        Rescale(o=o, alpha="inverse"),
+        StoreOut(src=o, dst="out", first_row=row0, limit=SQ, head=h, batch=b),
         StoreRow(src="lse", dst="lse", first_row=row0, limit=SQ, head=h, batch=b),
     )

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from .. import scales
 from ..expr import Expr, as_expr, eq, minimum, sym
-from ..registers import transposes
+from ..registers import keeps_hints, transposes
 from ..steps import (
     AddSums,
     Advance,
@@ -37,6 +38,7 @@ from ..steps import (
     NArrive,
     OnlineSoftmax,
     Pack,
+    Promote,
     ProxyFence,
     Rescale,
     Role,
@@ -51,11 +53,13 @@ from ..steps import (
     Wait,
 )
 from ..tiles import N_TILE, B, H, J, M, N, Tiles, W
-from .common import HEAD_KV, ROW0, epilogue, locate, nothing_seen, p_offset, setup, totals
+from .common import HEAD_KV, ROW0, clear, epilogue, locate, nothing_seen, p_offset, setup, sums, totals
 
 LAST = as_expr(0)
 CALM = {"bf16": 2.0**-8, "fp16": 2.0**-8, "e4m3": 2.0**-2}
 """Growth of a row's maximum within a block, as alpha, that the next block's stale reference is likely to bear."""
+FIRST, NEXT = "first_", "next_"
+"""Prefixes of the scalars of a tile's first block, and of the tile's that is joined to it."""
 OLD = ("row0", "h", "b", "h_kv")
 """What the epilogue of a tile needs when the variables already speak of the next one."""
 
@@ -83,7 +87,25 @@ class Wgmma:
 
     def _pv(self, j: Expr, why: str = "") -> Mma:
         trans = self.tiles.attention.dtype != "e4m3"  # 8-bit V stands transposed in shared memory
-        return Mma(name="pv", d="O", a="P", b=self._v(j), accumulate=True, trans_b=trans, unit="wgmma", why=why)
+        anew = self.tiles.schedule.promote_every == 1
+        return Mma(name="pv", d="O", a="P", b=self._v(j), accumulate=not anew, trans_b=trans, unit="wgmma", why=why)
+
+    def _promote(self, j: Expr) -> Body:
+        """Once P·V of block j is done: every `promote_every` blocks, and after the last one, its sum so far joins the float32 copy."""
+        every = self.tiles.schedule.promote_every
+        if every is None:
+            return ()
+        add = Promote(total="O_sum", o="O")
+        if every == 1 or j == LAST:
+            return (add,)
+        due = eq((N - j) % every, 0)
+        return (If(name="promote", cond=due, then=(add, Fill(dst="O", value=0.0))),)
+
+    def _rescale(self, *, unpromoted: bool = False) -> Body:
+        """What was summed against the old reference, in units of the new one. `unpromoted`: the last block's product as well."""
+        lasting = sums(self.tiles)
+        own = ("O",) if unpromoted and "O" not in lasting else ()
+        return tuple(Rescale(o=o, alpha="alpha") for o in (*own, *lasting))
 
     # loads ----------------------------------------------------------------------------------------------------------------
 
@@ -92,7 +114,17 @@ class Wgmma:
         row = M * self.tiles.schedule.tile_q
         return (
             Wait(bar="q_empty", cursor="load_q"),
-            TmaLoad(name="load_q", src="q", dst=q, full="q_full", seq=row, head=H, batch=B, hint="evict_first"),
+            TmaLoad(
+                name="load_q",
+                src="q",
+                dst=q,
+                full="q_full",
+                seq=row,
+                head=H,
+                batch=B,
+                hint="evict_first",
+                keeps_hint=self.keeps_hints,
+            ),
             Advance(cursor="load_q"),
         )
 
@@ -110,6 +142,7 @@ class Wgmma:
             batch=B,
             hint="evict_last",
             transposed=tensor == "v" and self.tiles.schedule.v_transposed,
+            keeps_hint=self.keeps_hints,
         )
         return Wait(bar=f"{ring}_empty", cursor=cursor), load, Advance(cursor=cursor)
 
@@ -130,6 +163,10 @@ class Wgmma:
         assert self.registers is not None
         warps = 1 if self.transposes else 4
         return Role("producer", 1, warps, True, self.registers[0], (), cursors, self.tiles.producer_loop(tile))
+
+    @property
+    def keeps_hints(self) -> bool:
+        return self._is_uniform or keeps_hints(self.tiles.attention, self.tiles.schedule)
 
     @property
     def transposes(self) -> bool:
@@ -191,6 +228,7 @@ class Wgmma:
         return (
             Frag("S", 64, s.tile_kv, "fp32", "acc64"),
             Frag("O", 64, a.dv, "fp32", "acc64"),
+            *(Frag("O_sum", 64, a.dv, "fp32", "acc64") for _ in range(s.promote_every is not None)),
             Frag("P", 64, s.tile_kv, a.dtype, self._p_layout()),
             *self._early_frags(),
             *(Frag(name, 64, 1, "fp32", "row64") for name in ("m_old", "l_old") if s.fuse_tiles),
@@ -232,7 +270,8 @@ class Wgmma:
             *self._refill(tensor, stages, j),
         )
 
-    def _softmax(self, j: Expr, masked: bool, first: bool = False) -> Body:
+    def _softmax(self, j: Expr, masked: bool, first: str = "") -> Body:
+        """`first`: nothing comes before this block, whose scales have names with this prefix."""
         mask = (Mask(s="S", limits="last_key", first_key=j * self.tiles.schedule.tile_kv),) if masked else ()
         soft = OnlineSoftmax(
             s="S",
@@ -240,9 +279,9 @@ class Wgmma:
             l="l_sum",
             alpha="alpha",
             scale_log2=self.tiles.attention.scale_log2,
-            first=first,
-            scale="score_scale" if self.tiles.attention.dtype == "e4m3" else None,
+            first=bool(first),
             offset=p_offset(self.tiles),
+            **scales.of_softmax(self.tiles, first),
         )
         return (*mask, soft)
 
@@ -274,7 +313,7 @@ class Wgmma:
             *calm,
             If(name="tile", cond=some > 0, then=work, orelse=nothing_seen()),
             *claim,
-            *epilogue(),
+            *epilogue(t),
         )
 
     def _joined_tiles(self) -> Body:
@@ -296,20 +335,22 @@ class Wgmma:
             CopyRow(dst="m_old", src="m_ref"),
             CopyRow(dst="l_old", src="l_sum"),
             Wait(bar="q_full", cursor="q"),
+            *self._block_scales(N - 1, NEXT),
             Wait(bar="k_full", cursor="k"),
             *self._in_turn(self._qk(N - 1), Wait(bar="v_full", cursor="v"), self._pv_of_old()),
             *totals(t, old=True),
             MmaWait(pending=1, ready=("S",), why="the next tile's first scores are there, this tile's last P·V still runs"),
             *self._release_q(N - 1),
             *self._release("k", N - 1),
-            *self._softmax(N - 1, masked=True, first=True),
+            *self._softmax(N - 1, masked=True, first=NEXT),
             Pack(p="E", s="S"),
             Hold(row="l_sum"),
             done,
             *self._release("v", LAST),
-            *epilogue(old=True),
+            *self._promote(LAST),
+            *epilogue(t, old=True),
             Move(dst="P", src="E"),
-            Fill(dst="O", value=0.0),
+            *clear(t),
         )
         last = (
             Wait(bar="v_full", cursor="v"),
@@ -317,7 +358,8 @@ class Wgmma:
             *totals(t),
             done,
             *self._release("v", LAST),
-            *epilogue(),
+            *self._promote(LAST),
+            *epilogue(t),
         )
         return t.joined_loop(first, more, (*blocks, Advance(cursor="q")), join, last)
 
@@ -329,12 +371,13 @@ class Wgmma:
     def _first_block(self) -> Body:
         """Q·Kᵀ of the tile's last block and its exact softmax: nothing to run it under yet."""
         return (
+            *self._block_scales(N - 1, FIRST),
             Wait(bar="k_full", cursor="k"),
             *self._in_turn(self._qk(N - 1)),
             MmaWait(pending=0, ready=("S",)),
             *self._release_q(N - 1),
             *self._release("k", N - 1),
-            *self._softmax(N - 1, masked=True, first=True),
+            *self._softmax(N - 1, masked=True, first=FIRST),
             Pack(p="P", s="S"),
         )
 
@@ -382,10 +425,13 @@ class Wgmma:
 
     def _blocks_in_order(self) -> Body:
         block = {masked: self._block_in_order(masked) for masked in (True, False)}
-        return (*self._skip_last_v(), *self._segments(N - 1, block, always_masked=True), Advance(cursor="q"), *totals(self.tiles))
+        rest = self._promote(LAST) if "O" in sums(self.tiles) else ()
+        blocks = self._segments(N - 1, block, always_masked=True)
+        return (*self._skip_last_v(), *blocks, *rest, Advance(cursor="q"), *totals(self.tiles))
 
     def _block_in_order(self, masked: bool) -> Body:
         return (
+            *self._block_scales(J),
             Wait(bar="k_full", cursor="k"),
             self._qk(J),
             MmaWait(pending=0, ready=("S",)),
@@ -393,12 +439,16 @@ class Wgmma:
             *self._release("k", J),
             *self._softmax(J, masked),
             Pack(p="P", s="S"),
-            Rescale(o="O", alpha="alpha"),
+            *self._rescale(),
             Wait(bar="v_full", cursor="v"),
             self._pv(J),
             MmaWait(pending=0, ready=("O", "P")),
             *self._release("v", J),
+            *self._promote(J),
         )
+
+    def _block_scales(self, j: Expr, prefix: str = "") -> Body:
+        return scales.of_block(self.tiles, HEAD_KV, B, j, prefix)
 
     def _blocks_rotated(self) -> Body:
         s = self.tiles.schedule
@@ -413,12 +463,14 @@ class Wgmma:
             *totals(self.tiles),
             MmaWait(pending=0, ready=("O", "P")),
             *self._release("v", LAST),
+            *self._promote(LAST),
         )
         return (*prologue, *self._segments(N - 2, block, always_masked=self.tiles.attention.causal), *tail)
 
     def _block_overlapped(self, masked: bool) -> Body:
         """within, both: the softmax of block j runs while P(j+1)·V(j+1) is in flight."""
         return (
+            *self._block_scales(J),
             Wait(bar="k_full", cursor="k"),
             *self._in_turn(self._qk(J), Wait(bar="v_full", cursor="v"), self._pv(J + 1)),
             MmaWait(pending=1, ready=("S",), why="the scores are there, P·V still runs"),
@@ -427,8 +479,9 @@ class Wgmma:
             *self._softmax(J, masked),
             MmaWait(pending=0, ready=("O", "P")),
             *self._release("v", J + 1),
+            *self._promote(J + 1),
             Pack(p="P", s="S"),
-            Rescale(o="O", alpha="alpha"),
+            *self._rescale(),
         )
 
     def _block_stale(self, masked: bool) -> Body:
@@ -441,8 +494,17 @@ class Wgmma:
         assert isinstance(exact, OnlineSoftmax)
         done = MmaWait(pending=0, ready=("O", "P"))
         mask = self._softmax(J, masked)[:-1]
-        scale = {"scale_log2": exact.scale_log2, "scale": exact.scale, "offset": exact.offset}
-        stale = StaleSoftmax(calm="calm", e="E", s="S", m="m_ref", part="part", fits="fits", **scale)  # type: ignore[arg-type]
+        stale = StaleSoftmax(
+            calm="calm",
+            e="E",
+            s="S",
+            m="m_ref",
+            part="part",
+            fits="fits",
+            scale_log2=exact.scale_log2,
+            offset=exact.offset,
+            **scales.of_softmax(self.tiles),
+        )
         vote = Vote(
             name="exact",
             unless="fits",
@@ -450,12 +512,13 @@ class Wgmma:
                 exact,
                 Pack(p="E", s="S"),
                 done,
-                Rescale(o="O", alpha="alpha"),
+                *self._rescale(unpromoted=True),
                 Calm(var="calm", alpha="alpha", least=CALM[self.tiles.attention.dtype]),
             ),
             orelse=(AddSums(l="l_sum", part="part"), done),
         )
         return (
+            *self._block_scales(J),
             Wait(bar="k_full", cursor="k"),
             *self._in_turn(self._qk(J), Wait(bar="v_full", cursor="v"), self._pv(J + 1)),
             MmaWait(pending=1, ready=("S",), why="the scores are there, P·V still runs"),
@@ -465,12 +528,14 @@ class Wgmma:
             stale,
             vote,
             *self._release("v", J + 1),
+            *self._promote(J + 1),
             Move(dst="P", src="E"),
         )
 
     def _block_waited(self, masked: bool) -> Body:
         """pingpong: both products are done before the softmax, which runs under the other warpgroup's."""
         return (
+            *self._block_scales(J),
             Wait(bar="v_full", cursor="v"),
             Wait(bar="k_full", cursor="k"),
             *self._in_turn(self._pv(J + 1), self._qk(J)),
@@ -478,7 +543,8 @@ class Wgmma:
             *self._release_q(J),
             *self._release("v", J + 1),
             *self._release("k", J),
+            *self._promote(J + 1),
             *self._softmax(J, masked),
             Pack(p="P", s="S"),
-            Rescale(o="O", alpha="alpha"),
+            *self._rescale(),
         )

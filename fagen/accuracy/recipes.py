@@ -1,0 +1,105 @@
+"""The rows of an accuracy table: a kernel, and how 16-bit tensors become its inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..attention import Attention
+from ..errors import ScheduleError
+from ..oracle.quantise import Quantiser
+from ..plan import plan
+from ..schedule import Schedule
+
+SET_BY_RECIPES = ("scale_granularity", "hadamard", "smooth_k", "promote_every")
+"""Fields that the table varies, so that a caller may not set them."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way of quantising."""
+
+    label: str
+    granularity: str
+    hadamard: bool = False
+    smooth_k: bool = False
+
+
+WAYS = (
+    Way("per tensor", "tensor"),
+    Way("per head", "head"),
+    Way("per block", "block"),
+    Way("per tensor, Hadamard", "tensor", hadamard=True),
+    Way("per head, Hadamard", "head", hadamard=True),
+    Way("per block, Hadamard", "block", hadamard=True),
+    Way("per block, Hadamard, smooth K", "block", hadamard=True, smooth_k=True),
+)
+PLAIN = WAYS[0]
+"""The row that the others are compared with."""
+
+PROMOTIONS: tuple[int | None, ...] = (None, 8, 1)
+"""Key blocks between two promotions of the accumulator; None: never."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One row. `quantiser` None: the kernel takes the 16-bit tensors as they are."""
+
+    label: str
+    attention: Attention
+    schedule: Schedule
+    quantiser: Quantiser | None
+    refused: str = ""
+    """Why the kernel is not legal; "" if it is."""
+
+
+def recipes(attention: Attention, schedule: Schedule, dtype: str) -> tuple[Recipe, ...]:
+    """A 16-bit schedule: one row, in the type `dtype` of the tensors. One for e4m3: a row for each of `WAYS`."""
+    if attention.dtype != "e4m3":
+        kernel = attention.replace(dtype=dtype, out_dtype=None)
+        return (Recipe(dtype, kernel, schedule, None, _refused(kernel, schedule)),)
+    return tuple(_eight_bit(attention, schedule, way, way.label) for way in WAYS)
+
+
+def long_recipes(attention: Attention, schedule: Schedule, dtype: str) -> tuple[Recipe, ...]:
+    """Rows for long keys: as `recipes` of a 16-bit schedule; of one for e4m3 the most exact way, with and without promotion of the
+    accumulator, all with the largest blocks that leave registers for a copy of it."""
+    if attention.dtype != "e4m3":
+        return recipes(attention, schedule, dtype)
+    way, roomy = WAYS[5], _with_room(attention, schedule)
+    return tuple(_eight_bit(attention, roomy, way, f"{way.label}, {_promotion(every)}", every) for every in PROMOTIONS)
+
+
+def _promotion(every: int | None) -> str:
+    return "no promotion" if every is None else f"promoted every {every} blocks" if every > 1 else "promoted every block"
+
+
+def _eight_bit(attention: Attention, schedule: Schedule, way: Way, label: str, promote_every: int | None = None) -> Recipe:
+    chosen = _fitting(attention, schedule.replace(scale_granularity=way.granularity, promote_every=promote_every))
+    blocks = {"tile_q": chosen.tile_q, "tile_kv": chosen.tile_kv} if way.granularity == "block" else {}
+    quantiser = Quantiser(granularity=way.granularity, hadamard=way.hadamard, smooth_k=way.smooth_k, **blocks)
+    return Recipe(label, attention, chosen, quantiser, _refused(attention, chosen))
+
+
+def _with_room(attention: Attention, schedule: Schedule) -> Schedule:
+    """The schedule with blocks small enough for every way of promotion."""
+    ways = (schedule.replace(scale_granularity="block", promote_every=every) for every in PROMOTIONS)
+    return schedule.replace(tile_kv=min(_fitting(attention, way).tile_kv for way in ways))
+
+
+def _fitting(attention: Attention, schedule: Schedule) -> Schedule:
+    """The schedule, its blocks as much smaller as makes it legal; as it is where that does not help."""
+    return next((s for s in _smaller(schedule) if not _refused(attention, s)), schedule)
+
+
+def _smaller(schedule: Schedule) -> Iterator[Schedule]:
+    for tile_kv in range(schedule.tile_kv, 0, -32):
+        yield schedule.replace(tile_kv=tile_kv)
+
+
+def _refused(attention: Attention, schedule: Schedule) -> str:
+    try:
+        plan(attention, schedule)
+    except ScheduleError as e:
+        return "; ".join(str(v) for v in e.violations)
+    return ""
