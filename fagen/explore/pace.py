@@ -23,19 +23,20 @@ PARTITIONS = 4
 FMA = 1.16  # 110 of 128 a clock and SM, measured
 SLOW = 2.06  # maximum, conversion to two 16-bit values: 62 a clock and SM, measured
 SHUFFLE = 4.0  # 32 a clock and SM, measured
-EX2 = 8.0  # 16 a clock and SM, measured
+EX2 = 8.0 / 0.66  # 16 a clock and SM, measured; a stretch of them with its arguments and sums reaches two thirds, *fitted*
 MOVE = 1.0
 
 # clocks until a result can be used, and of hand-shakes
-ROW_MAX_LATENCY = 180.0  # two shuffles and the dependent tails of two maxima: 350 in stall samples at 128 keys, less 64 maxima
-SOFTMAX_LATENCY = 90.0  # first exponential's way in, last sum's way out; stall samples
+ROW_MAX_LATENCY = 165.0  # two shuffles and the dependent tails of two maxima: 350 in stall samples at 128 keys, less 64 maxima
+SOFTMAX_LATENCY = 75.0  # the first exponential's way in, the last sum's way out; *fitted*
 VOTE_LATENCY = 55.0  # stall samples
-BARRIER_LATENCY = 40.0  # an mbarrier's test until its predicate can be used, measured; a named barrier alike
+BARRIER_LATENCY = 100.0  # an mbarrier or named barrier: 40 for a test that finds it done, more to be woken; *fitted*
 CTA_BARRIER_LATENCY = 60.0
-WGMMA_LATENCY = 60.0  # from the last k-step in the tensor core to the accumulator in a wait's shadow
-HGMMA_ISSUE = 22.0  # "HGMMA issue 390" clocks for 16 to 18 instructions in stall samples
+WGMMA_LATENCY = 75.0  # from the last k-step in the tensor core to the accumulator behind the wait; *fitted*
+HGMMA_ISSUE = 26.0  # "HGMMA issue 390" clocks for 16 of them in stall samples
 HMMA_LATENCY = 35.0
-LOAD_LATENCY = 800.0  # global memory, L2 hit
+LOAD_LATENCY = 450.0  # TMA, cp.async, or one load of a register tile from L2; *fitted*
+GATHER_LATENCY = 620.0  # a batch of loads through registers, with its addresses and the stores that follow; *fitted*
 ATOMIC_LATENCY = 700.0
 SMALL = 30.0  # a step of a few instructions
 
@@ -45,8 +46,6 @@ LINK_BYTES = 44.0  # L2 to an SM: at least 32, which head_dim 128 draws at 98.7 
 
 MMA_SYNC_CLOCKS = 4.0 / 0.62
 """m16n8k16 on a partition: 4 clocks at the data sheet's rate, of which mma.sync reaches 62 % (Luo et al. 2024)."""
-CP_ASYNC = 10.0  # clocks of a warp for one cp.async of 16 bytes a lane, with its address; fitted
-STORE = 4.0  # clocks of a warp for an element of an epilogue: pack, exchange in the quad, store
 COPY_BYTES = 16
 STORE_BATCH = 4
 

@@ -27,7 +27,7 @@ from .engine import Actor, Engine, Signal, Unit, Until
 PIECES = 4
 """A long stretch of a warp's arithmetic is asked for in so many parts, between which other warps get their turn."""
 LONG = 200.0
-LAUNCH_CLOCKS = 900.0
+LAUNCH_CLOCKS = 550.0
 """Of a CTA before its first step: barriers initialised, registers set, maps fetched."""
 
 Walk = Generator[Until, None, bool]
@@ -366,7 +366,7 @@ class _Sm:
         """Loads into registers, batch after batch."""
         whole = max(1, round(batches))
         for _ in range(whole):
-            yield self.link.serve(self.engine.now, nbytes / whole / P.LINK_BYTES) + P.LOAD_LATENCY * batches / whole
+            yield self.link.serve(self.engine.now, nbytes / whole / P.LINK_BYTES) + P.GATHER_LATENCY * batches / whole
 
     def _load(self, line: _Line, step: Any) -> Actor:
         """LoadAcc, LoadRow."""
