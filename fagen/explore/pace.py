@@ -46,6 +46,8 @@ LINK_BYTES = 44.0  # L2 to an SM: at least 32, which head_dim 128 draws at 98.7 
 
 MMA_SYNC_CLOCKS = 4.0 / 0.62
 """m16n8k16 on a partition: 4 clocks at the data sheet's rate, of which mma.sync reaches 62 % (Luo et al. 2024)."""
+CP_ASYNC = 10.0  # clocks of a warp for one cp.async of 16 bytes a lane, with its address
+STORE = 5.5  # clocks of a warp for a lane's element of an epilogue: pack, exchange in the quad, store; *fitted*
 COPY_BYTES = 16
 STORE_BATCH = 4
 

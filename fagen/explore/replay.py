@@ -10,9 +10,8 @@ What is left out: which instruction ptxas puts where inside a step, bank conflic
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -23,6 +22,7 @@ from ..plan.kernel import KernelPlan
 from ..plan.proof.evaluate import Evaluator
 from . import pace as P
 from .engine import Actor, Engine, Signal, Unit, Until
+from .replay_state import Bar, Cta, Line, Meeting
 
 PIECES = 4
 """A long stretch of a warp's arithmetic is asked for in so many parts, between which other warps get their turn."""
@@ -56,65 +56,6 @@ def replay(kernel: KernelPlan, scalars: Mapping[str, int], ctas: Sequence[int]) 
     return Replayed(clocks, tensor, mufu)
 
 
-@dataclass(eq=False)
-class _Line:
-    """A role instance. `parts`: the partitions on which its warps run."""
-
-    role: S.Role
-    w: int
-    warps: int
-    env: dict[str, int]
-    parts: tuple[int, ...]
-    cta: _Cta
-    slots: dict[str, tuple[int, int]]
-    """Cursor → (slot, passes)."""
-    single: bool
-    products: deque[tuple[P.Product, Signal]] = field(default_factory=deque)
-    multiplying: bool = False
-    groups: list[Signal] = field(default_factory=list)
-    """Products, as committed."""
-    copied: float = 0.0
-    """When the copies issued so far have landed."""
-    copies: list[float] = field(default_factory=list)
-    claimed: float = 0.0
-    """When the tile asked for is known."""
-
-
-@dataclass
-class _Bar:
-    """One mbarrier: arrivals and bytes of the phase under way, and a signal for every phase."""
-
-    arrivals: int
-    left: int
-    pending: int = 0
-    """Copies by TMA that have not landed."""
-    phase: int = 0
-    done: list[Signal] = field(default_factory=list)
-
-    def signal(self, phase: int) -> Signal:
-        while len(self.done) <= phase:
-            self.done.append(Signal())
-        return self.done[phase]
-
-
-@dataclass
-class _Meeting:
-    """A named barrier, or the CTA's."""
-
-    expected: int
-    threads: int = 0
-    signal: Signal = field(default_factory=Signal)
-
-
-class _Cta:
-    def __init__(self, kernel: KernelPlan):
-        self.bars = {(b.name, i): _Bar(b.arrivals, b.arrivals) for b in kernel.mbars for i in range(b.stages)}
-        self.named = {(b.name, i): _Meeting(b.threads) for b in kernel.nbars for i in range(b.count)}
-        self.everyone = _Meeting(kernel.threads)
-        self.rings: dict[tuple[str, int], int] = {}
-        """Slot of a ring of tile numbers → what it holds."""
-
-
 class _Sm:
     def __init__(self, kernel: KernelPlan, scalars: Mapping[str, int]):
         self.kernel, self.scalars, self.engine = kernel, scalars, Engine()
@@ -127,24 +68,24 @@ class _Sm:
         self._warps = 0
 
     def launch(self, cta: int) -> None:
-        state = _Cta(self.kernel)
+        state = Cta(self.kernel)
         for role in self.kernel.roles:
             for w in range(role.count):
                 parts = tuple(range(P.PARTITIONS)) if role.warps >= P.PARTITIONS else (self._warps % P.PARTITIONS,)
                 self._warps += role.warps
                 slots = {c.name: (0, 0) for c in role.cursors}
                 env = {**self.scalars, "cta": cta, "w": w}
-                line = _Line(role, w, role.warps, env, parts, state, slots, role.elect)
+                line = Line(role, w, role.warps, env, parts, state, slots, role.elect)
                 self.running += 1
                 self.engine.start(self._whole(line), LAUNCH_CLOCKS)
 
-    def _whole(self, line: _Line) -> Actor:
+    def _whole(self, line: Line) -> Actor:
         yield from self._body(line, line.role.body)
         self.running -= 1
 
     # control --------------------------------------------------------------------------------------------------------------
 
-    def _body(self, line: _Line, body: S.Body) -> Walk:
+    def _body(self, line: Line, body: S.Body) -> Walk:
         for step in body:
             if isinstance(step, (S.Let, S.Var, S.Set)):
                 line.env[step.var] = self.evaluate(step.value, line.env)
@@ -170,12 +111,14 @@ class _Sm:
             elif isinstance(step, S.Elected):
                 if line.w == 0 and (yield from self._elected(line, step.body)):
                     return True
+            elif type(step) in PLAIN:
+                PLAIN[type(step)](self, line, step)
             else:
                 handler = HANDLERS.get(type(step))
                 yield from handler(self, line, step) if handler else self._work(line, step)
         return False
 
-    def _elected(self, line: _Line, body: S.Body) -> Walk:
+    def _elected(self, line: Line, body: S.Body) -> Walk:
         line.single = True
         left = yield from self._body(line, body)
         line.single = False
@@ -183,14 +126,14 @@ class _Sm:
 
     # arithmetic -----------------------------------------------------------------------------------------------------------
 
-    def _work(self, line: _Line, step: S.Step) -> Actor:
+    def _work(self, line: Line, step: S.Step) -> Actor:
         known = self._paces.get(step.id)
         if known is None:
             known = self._paces[step.id] = P.pace(self.kernel, line.role, step)
         assert isinstance(known, P.Pace)
         yield from self.spend(line, known)
 
-    def spend(self, line: _Line, work: P.Pace) -> Actor:
+    def spend(self, line: Line, work: P.Pace) -> Actor:
         """Keep the units of the line's partitions busy, and the line with them."""
         longest = max(work.alu, work.mufu)
         pieces = PIECES if longest > LONG else 1
@@ -208,7 +151,7 @@ class _Sm:
 
     # products -------------------------------------------------------------------------------------------------------------
 
-    def _mma(self, line: _Line, step: S.Mma) -> Actor:
+    def _mma(self, line: Line, step: S.Mma) -> Actor:
         known = self._paces.get(step.id)
         if known is None:
             known = self._paces[step.id] = P.product(self.kernel, line.role, step)
@@ -224,7 +167,7 @@ class _Sm:
             self.engine.start(self._multiply(line), self.engine.now)
         yield self.engine.now + known.issue
 
-    def _multiply(self, line: _Line) -> Actor:
+    def _multiply(self, line: Line) -> Actor:
         """A warpgroup's products in order, k-step by k-step: between two of them another warpgroup's may be served."""
         while line.products:
             product, done = line.products.popleft()
@@ -234,48 +177,46 @@ class _Sm:
             self.engine.at(self.engine.now + P.WGMMA_LATENCY, partial(self.engine.fire, done))
         line.multiplying = False
 
-    def _mma_sync(self, line: _Line, product: P.Product) -> Actor:
+    def _mma_sync(self, line: Line, product: P.Product) -> Actor:
         for _ in range(product.count):
             now = self.engine.now
             operands = self.smem.serve(now, product.smem / P.SMEM_BYTES)
             yield max(operands, *(self.tensor[p].serve(now, product.clocks) for p in line.parts))
         yield self.engine.now + P.HMMA_LATENCY
 
-    def _mma_wait(self, line: _Line, step: S.MmaWait) -> Actor:
+    def _mma_wait(self, line: Line, step: S.MmaWait) -> Actor:
         if len(line.groups) > step.pending:
             yield line.groups[len(line.groups) - 1 - step.pending]
             del line.groups[: len(line.groups) - step.pending]
 
     # barriers -------------------------------------------------------------------------------------------------------------
 
-    def _bar(self, line: _Line, name: str, cursor: str) -> _Bar:
+    def _bar(self, line: Line, name: str, cursor: str) -> Bar:
         return line.cta.bars[name, line.slots[cursor][0]]
 
-    def _wait(self, line: _Line, step: S.Wait) -> Actor:
+    def _wait(self, line: Line, step: S.Wait) -> Actor:
         start = next(c.start_phase for c in line.role.cursors if c.name == step.cursor)
         phase = line.slots[step.cursor][1] - start
         if phase >= 0:
             yield self._bar(line, step.bar, step.cursor).signal(phase)
         yield self.engine.now + P.BARRIER_LATENCY
 
-    def _arrive(self, line: _Line, step: S.Arrive) -> Actor:
+    def _arrive(self, line: Line, step: S.Arrive) -> Actor:
         self._arrived(self._bar(line, step.bar, step.cursor), 1 if line.single else line.warps)
         yield self.engine.now + 4.0
 
-    def _arrived(self, bar: _Bar, count: int) -> None:
+    def _arrived(self, bar: Bar, count: int) -> None:
         bar.left -= count
         if bar.left == 0 and bar.pending == 0:
             signal, bar.left, bar.phase = bar.signal(bar.phase), bar.arrivals, bar.phase + 1
             self.engine.fire(signal)
 
-    def _advance(self, line: _Line, step: S.Advance) -> Actor:
+    def _advance(self, line: Line, step: S.Advance) -> None:
         stages = next(c.stages for c in line.role.cursors if c.name == step.cursor)
         slot, passes = line.slots[step.cursor]
         line.slots[step.cursor] = (slot + 1, passes) if slot + 1 < stages else (0, passes + 1)
-        return
-        yield
 
-    def _meet(self, line: _Line, meeting: _Meeting) -> Signal:
+    def _meet(self, line: Line, meeting: Meeting) -> Signal:
         meeting.threads += P.LANES * (1 if line.single else line.warps)
         signal = meeting.signal
         if meeting.threads >= meeting.expected:
@@ -283,42 +224,38 @@ class _Sm:
             self.engine.fire(signal)
         return signal
 
-    def _sync(self, line: _Line, step: S.Sync) -> Actor:
+    def _sync(self, line: Line, step: S.Sync) -> Actor:
         yield self._meet(line, line.cta.named[step.bar, self.evaluate(step.index, line.env)])
         yield self.engine.now + P.BARRIER_LATENCY
 
-    def _narrive(self, line: _Line, step: S.NArrive) -> Actor:
+    def _narrive(self, line: Line, step: S.NArrive) -> None:
         self._meet(line, line.cta.named[step.bar, self.evaluate(step.index, line.env)])
-        return
-        yield
 
-    def _cta_sync(self, line: _Line, step: S.CtaSync) -> Actor:
+    def _cta_sync(self, line: Line, step: S.CtaSync) -> Actor:
         yield self._meet(line, line.cta.everyone)
         yield self.engine.now + P.CTA_BARRIER_LATENCY
 
     # tiles claimed at run time --------------------------------------------------------------------------------------------
 
-    def _claim(self, line: _Line, step: S.ClaimTile) -> Actor:
+    def _claim(self, line: Line, step: S.ClaimTile) -> None:
         line.env[step.var] = line.env["n_ctas"] + self.claims
         self.claims += 1
         line.claimed = self.engine.now + P.ATOMIC_LATENCY
-        return
-        yield
 
-    def _put(self, line: _Line, step: S.PutTile) -> Actor:
+    def _put(self, line: Line, step: S.PutTile) -> Actor:
         yield max(line.claimed, self.engine.now) + P.SMALL
         line.cta.rings[self._slot(line, step.dst)] = self.evaluate(step.value, line.env)
 
-    def _get(self, line: _Line, step: S.GetTile) -> Actor:
+    def _get(self, line: Line, step: S.GetTile) -> Actor:
         line.env[step.var] = line.cta.rings[self._slot(line, step.src)]
         yield from self._work(line, step)
 
-    def _slot(self, line: _Line, slot: S.Slot) -> tuple[str, int]:
+    def _slot(self, line: Line, slot: S.Slot) -> tuple[str, int]:
         return slot.smem, line.slots[slot.cursor][0] if slot.cursor else 0
 
     # global memory --------------------------------------------------------------------------------------------------------
 
-    def _tma(self, line: _Line, step: S.TmaLoad) -> Actor:
+    def _tma(self, line: Line, step: S.TmaLoad) -> Actor:
         tile = self.kernel.smem_of(step.dst.smem)
         cursor = step.dst.cursor
         bar = line.cta.bars[step.full, line.slots[cursor][0] if cursor else 0]
@@ -333,11 +270,11 @@ class _Sm:
         self.engine.at(landed, land)
         yield self.engine.now + P.SMALL
 
-    def _share(self, line: _Line, nbytes: float) -> float:
+    def _share(self, line: Line, nbytes: float) -> float:
         """Of a tile that all instances of the role move together."""
         return nbytes / line.role.count
 
-    def _cp_async(self, line: _Line, step: S.CpAsync) -> Actor:
+    def _cp_async(self, line: Line, step: S.CpAsync) -> Actor:
         nbytes = self._share(line, self.kernel.smem_of(step.dst.smem).tile_bytes)
         instructions = nbytes / (P.COPY_BYTES * P.LANES * line.warps)
         now = self.engine.now
@@ -345,16 +282,14 @@ class _Sm:
         line.copied = max(line.copied, self.link.serve(now, nbytes / P.LINK_BYTES) + P.LOAD_LATENCY)
         yield from self.spend(line, P.Pace(alu=instructions * P.CP_ASYNC))
 
-    def _cp_commit(self, line: _Line, step: S.CpCommit) -> Actor:
+    def _cp_commit(self, line: Line, step: S.CpCommit) -> None:
         line.copies.append(line.copied)
-        return
-        yield
 
-    def _cp_wait(self, line: _Line, step: S.CpWait) -> Actor:
+    def _cp_wait(self, line: Line, step: S.CpWait) -> Actor:
         if len(line.copies) > step.pending:
             yield line.copies[len(line.copies) - 1 - step.pending]
 
-    def _copy(self, line: _Line, step: S.Copy) -> Actor:
+    def _copy(self, line: Line, step: S.Copy) -> Actor:
         """A thread has `most` loads in flight, and waits for them before it asks for more."""
         tile = self.kernel.smem_of(step.dst.smem)
         nbytes = self._share(line, tile.tile_bytes)
@@ -362,18 +297,18 @@ class _Sm:
         yield from self._through(line, nbytes, batches)
         yield self.smem.serve(self.engine.now, nbytes / P.SMEM_BYTES)
 
-    def _through(self, line: _Line, nbytes: float, batches: float) -> Actor:
+    def _through(self, line: Line, nbytes: float, batches: float) -> Actor:
         """Loads into registers, batch after batch."""
         whole = max(1, round(batches))
         for _ in range(whole):
             yield self.link.serve(self.engine.now, nbytes / whole / P.LINK_BYTES) + P.GATHER_LATENCY * batches / whole
 
-    def _load(self, line: _Line, step: Any) -> Actor:
+    def _load(self, line: Line, step: Any) -> Actor:
         """LoadAcc, LoadRow."""
         frag = next(f for f in line.role.frags if f.name == step.dst)
         yield from self._through(line, frag.rows * frag.cols * S.DTYPE_BYTES[frag.dtype], 1)
 
-    def _store(self, line: _Line, step: Any) -> Actor:
+    def _store(self, line: Line, step: Any) -> Actor:
         """StoreOut, StoreScores, StoreAcc, StoreRow: queued, and nobody waits."""
         frag = next(f for f in line.role.frags if f.name == step.src)
         n = P.each(frag, line.role)
@@ -381,7 +316,7 @@ class _Sm:
         self.link.serve(self.engine.now, frag.rows * frag.cols * size / P.LINK_BYTES)
         yield from self.spend(line, P.Pace(alu=n * P.STORE, latency=P.SMALL))
 
-    def _row_pass(self, line: _Line, step: S.RowPass) -> Actor:
+    def _row_pass(self, line: Line, step: S.RowPass) -> Actor:
         """A warp reads its row in pieces of `STORE_BATCH` loads a lane."""
         cols = self.evaluate(step.cols, line.env)
         nbytes = cols * 4.0
@@ -390,27 +325,28 @@ class _Sm:
         exps = 0.0 if step.op == "max" else n * P.EX2
         yield from self.spend(line, P.Pace(alu=n * 2 * P.SLOW, mufu=exps, latency=2 * P.SMALL))
 
-    def _load_scale(self, line: _Line, step: S.LoadScale) -> Actor:
+    def _load_scale(self, line: Line, step: S.LoadScale) -> Actor:
         yield self.engine.now + P.LOAD_LATENCY
 
 
-
-
-HANDLERS: Mapping[type[S.Step], Callable[[_Sm, _Line, Any], Actor]] = {
+PLAIN: Mapping[type[S.Step], Callable[[_Sm, Line, Any], None]] = {
+    S.Advance: _Sm._advance,
+    S.NArrive: _Sm._narrive,
+    S.ClaimTile: _Sm._claim,
+    S.CpCommit: _Sm._cp_commit,
+}
+"""Steps that take no time worth a name."""
+HANDLERS: Mapping[type[S.Step], Callable[[_Sm, Line, Any], Actor]] = {
     S.Mma: _Sm._mma,
     S.MmaWait: _Sm._mma_wait,
     S.Wait: _Sm._wait,
     S.Arrive: _Sm._arrive,
-    S.Advance: _Sm._advance,
     S.Sync: _Sm._sync,
-    S.NArrive: _Sm._narrive,
     S.CtaSync: _Sm._cta_sync,
-    S.ClaimTile: _Sm._claim,
     S.PutTile: _Sm._put,
     S.GetTile: _Sm._get,
     S.TmaLoad: _Sm._tma,
     S.CpAsync: _Sm._cp_async,
-    S.CpCommit: _Sm._cp_commit,
     S.CpWait: _Sm._cp_wait,
     S.Copy: _Sm._copy,
     S.LoadAcc: _Sm._load,

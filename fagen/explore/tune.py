@@ -46,6 +46,7 @@ KEEP = 24
 ROUNDS = 14
 """Of those that get to the end: 2 + 4 + 8."""
 
+
 def silent(_: str) -> None:
     """A `Heard` for those who do not listen."""
 
@@ -70,11 +71,7 @@ def pruned(
 ) -> tuple[tuple[Candidate, ...], tuple[Failure, ...]]:
     """What the model keeps, the best predicted first: of each problem the `keep` fastest, and `always`; and those that it cannot place."""
     found = runner.predict(space.attention, space.candidates, problems, heard)
-    lost = [
-        Failure(name(s), s, "model", None, times)
-        for s, times in zip(space.candidates, found)
-        if isinstance(times, str)
-    ]
+    lost = [Failure(name(s), s, "model", None, times) for s, times in zip(space.candidates, found) if isinstance(times, str)]
     placed = [
         Candidate(name(s), s, {str(p): t for p, t in zip(problems, times)})
         for s, times in zip(space.candidates, found)
@@ -137,7 +134,9 @@ class Memory(Protocol):
     def failed(self, candidate: Candidate, problem: Problem) -> Failure | None: ...
     def verified(self, candidate: Candidate) -> bool: ...
     def time_ms(self, candidate: Candidate, problem: Problem) -> Interval | None: ...
-    def keep(self, candidate: Candidate, problem: Problem, stage: str, reason: str, rate: Rate | None, bundle: str | None) -> None: ...
+    def keep(
+        self, candidate: Candidate, problem: Problem, stage: str, reason: str, rate: Rate | None, bundle: str | None
+    ) -> None: ...
 
 
 def tune(
@@ -171,7 +170,7 @@ def tune(
                 for p in problems if at is None else (at,):
                     memory.keep(c, p, stage, why.reason, None, why.bundle)
 
-    reused = {p: 0 for p in problems}
+    reused = dict.fromkeys(problems, 0)
     for c in prepared.candidates:
         known = next((f for p in problems if (f := memory.failed(c, p)) is not None), None)
         if known is not None:

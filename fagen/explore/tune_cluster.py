@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from ..attention import Attention
-
 from ..errors import FagenError, InputError, LaunchError
 from ..plan import Problem
 from ..schedule import Schedule
@@ -125,13 +124,18 @@ class Cluster:
             heard(str(work[i].problem))
 
         jobs = [
-            (attention, w, tuple(peers), rounds, deadline, _pack(self._folder, w.candidates), self._seed, self._workshop) for w in work
+            (attention, w, tuple(peers), rounds, deadline, _pack(self._folder, w.candidates), self._seed, self._workshop)
+            for w in work
         ]
         self._spread(_race, jobs, take)
         return [m for m in found if m is not None]
 
     def _spread(
-        self, task: Callable[..., Any], jobs: Sequence[tuple[Any, ...]], take: Callable[[int, Any], None], expired: Expired = lambda: False
+        self,
+        task: Callable[..., Any],
+        jobs: Sequence[tuple[Any, ...]],
+        take: Callable[[int, Any], None],
+        expired: Expired = lambda: False,
     ) -> None:
         """The jobs over the workers; `take` hears each answer as it comes. Those not begun when `expired` are cancelled."""
         distributed = importlib.import_module("distributed")
@@ -196,7 +200,14 @@ def _verify(
 
 
 def _race(
-    attention: Attention, work: Work, peers: Sequence[str], rounds: int, deadline: float | None, files: Files, seed: int, workshop: str
+    attention: Attention,
+    work: Work,
+    peers: Sequence[str],
+    rounds: int,
+    deadline: float | None,
+    files: Files,
+    seed: int,
+    workshop: str,
 ) -> tuple[Measurement, list[Mapping[str, Rate]], Files]:
     rungs: list[Mapping[str, Rate]] = []
     with tempfile.TemporaryDirectory(prefix="fagen-tune-") as folder:

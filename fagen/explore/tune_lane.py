@@ -53,7 +53,11 @@ def race_on(
         if not todo:
             break
         spec = BenchSpec(
-            cases=tuple(_case(attention, c, dead, folder) for c in todo), peers=tuple(peers), rounds=rounds, sustained=False, seed=seed
+            cases=tuple(_case(attention, c, dead, folder) for c in todo),
+            peers=tuple(peers),
+            rounds=rounds,
+            sustained=False,
+            seed=seed,
         )
         _run(attention, spec, todo, heard, progressed, deadline, gpu, bundles, dead)
     return [_measurement(attention, c) for c in cases]

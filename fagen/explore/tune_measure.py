@@ -46,7 +46,9 @@ def work(request: Mapping[str, Any], channel: guard.Channel) -> None:
             channel.send("about", compilers=sorted({c.row.compiler for c in found if c.row.compiler}))
             guests = tuple(n for n in tasks if n in peers or n in beside)
             names = tuple(n for n in tasks if n not in guests)
-            run_case(number, names, guests, tasks, lab.clock, spec.rounds, request["stored"][number], request["deadline"], channel, peers)
+            run_case(
+                number, names, guests, tasks, lab.clock, spec.rounds, request["stored"][number], request["deadline"], channel, peers
+            )
 
 
 def run_case(

@@ -36,9 +36,7 @@ class StoreMemory:
     """Records of one attention on one GPU and compiler. A record counts if it is of the same problem, not only of the same bucket, and of the
     same generated code; without `resume` nothing counts, and records are written anew. `folder`: of the built kernels."""
 
-    def __init__(
-        self, store: Store, attention: Attention, gpu: Gpu, compiler: str, date: str, folder: str | Path, resume: bool
-    ):
+    def __init__(self, store: Store, attention: Attention, gpu: Gpu, compiler: str, date: str, folder: str | Path, resume: bool):
         self._store, self._attention, self._gpu = store, attention, gpu
         self._compiler, self._date, self._folder, self._resume = compiler, date, Path(folder), resume
         self._codes: dict[str, str] = {}

@@ -51,7 +51,9 @@ class Race:
     stopped: bool = False
     """Time was up before the last rung."""
 
-    def run(self, measure: Measure, on_rung: Callable[[Race], None] = lambda _: None, expired: Callable[[], bool] = lambda: False) -> None:
+    def run(
+        self, measure: Measure, on_rung: Callable[[Race], None] = lambda _: None, expired: Callable[[], bool] = lambda: False
+    ) -> None:
         """`measure` is called once a rung, `on_rung` after it. Ends early, with what is known, when `expired`."""
         self.samples = {n: [] for n in (*self.names, *self.guests)}
         left, rounds, done = self.names, min(FIRST_ROUNDS, self.rounds), 0

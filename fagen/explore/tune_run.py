@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from .. import driver, guard
+from .. import driver, guard, nvrtc
 from ..attention import Attention
 from ..check import CaseResult as CheckResult
 from ..check import Item, check_gpu, first_device, jitter_problems
@@ -119,7 +119,7 @@ class Workshop:
         jobs = [{"name": str(i), "schedule": s.to_dict()} for i, s in enumerate(schedules)]
         request = {"attention": attention.to_dict(), "problems": [vars(p) for p in problems]}
         answers, died = self._spread(PREDICT_TASK, request, jobs, PREDICTIONS_AT_ONCE, heard)
-        return [answers[job["name"]] if job["name"] in answers else died[job["name"]].reason for job in jobs]
+        return [answers[n] if n in answers else died[n].reason for n in (str(i) for i in range(len(jobs)))]
 
     def compile(
         self, attention: Attention, candidates: Sequence[Candidate], heard: Heard, expired: Expired
@@ -231,7 +231,17 @@ class Workshop:
             mine = work[number :: len(gpus)]
             gpu = gpus[number] if len(gpus) > 1 else None
             return race_on(
-                attention, mine, peers, rounds, heard, locked, deadline, folder=self._folder, seed=self._seed, bundles=self._bundles, gpu=gpu
+                attention,
+                mine,
+                peers,
+                rounds,
+                heard,
+                locked,
+                deadline,
+                folder=self._folder,
+                seed=self._seed,
+                bundles=self._bundles,
+                gpu=gpu,
             )
 
         with ThreadPoolExecutor(len(gpus)) as pool:
@@ -261,3 +271,11 @@ def read_prepared(folder: str | Path, name: str) -> Prepared:
     except OSError as e:
         raise InputError(str(path), f"cannot be read ({e.strerror or e}); fagen tune --build-only writes it") from e
     return Prepared.from_json(text)
+
+
+def compiler_of(folder: Path | None) -> str:
+    """The compiler of the kernels built in a folder; without one, the NVRTC that is here."""
+    if folder is None:
+        return nvrtc.compiler()
+    records = sorted(p for p in folder.glob("*.json") if not p.name.endswith(".tune.json"))
+    return load_built(folder, records[0].name.removesuffix(".json")).report.compiler if records else "unknown"
