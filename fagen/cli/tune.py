@@ -43,7 +43,7 @@ COMPILE_SHARE = 0.5
     "--over",
     multiple=True,
     metavar="KNOB=A:B:…",
-    help="Try these values of a knob, such as stages=2:3:4,3, or one value to hold it fast; repeatable.",
+    help="Try these values of a knob, such as stages=2:3:4,3; repeatable. Default: every knob that matters at this head_dim.",
 )
 @click.option(
     "--exclude-known", is_flag=True, help="Leave the built-in and the tuned schedules out, and time the tuned one beside."
@@ -253,7 +253,7 @@ class _Tune:
                     known.append(load(name, head_dim=attention.head_dim).schedule)
                 except FagenError:  # a built-in that has no tiles for this head_dim
                     continue
-        axes = default_axes(attention, start) | self.axes
+        axes = self.axes or default_axes(attention, start)
         also, exclude = ((), known) if self.exclude_known else (known, ())
         with common.refusing(self.item):
             space = enumerate_space(attention, start, axes, also, exclude=exclude, seed=self.seed)
@@ -346,7 +346,7 @@ def parse_axes(over: Sequence[str]) -> dict[str, tuple[Any, ...]]:
             raise InputError("--over", f"a schedule has no knob {knob!r}; {hint}")
         if knob in axes:
             raise InputError("--over", f"{knob} is given twice")
-        axes[knob] = tuple(dict.fromkeys(common.parse_value(v) for v in values.split(":")))
+        axes[knob] = tuple(dict.fromkeys(common.field_value(knob, v) for v in values.split(":")))
     return axes
 
 

@@ -16,6 +16,7 @@ A candidate that is wrong, hangs or fails on one problem wins on none.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
@@ -43,6 +44,7 @@ from .tune_space import Space
 
 KEEP = 24
 """Of the predicted times of a problem so many go on: the model ranks by about a tenth of the time, not by a hundredth."""
+ALIKE = 2
 ROUNDS = 14
 """Of those that get to the end: 2 + 4 + 8."""
 
@@ -69,7 +71,8 @@ def pruned(
     always: Sequence[Schedule] = (),
     heard: Heard = silent,
 ) -> tuple[tuple[Candidate, ...], tuple[Failure, ...]]:
-    """What the model keeps, the best predicted first: of each problem the `keep` fastest, and `always`; and those that it cannot place."""
+    """What the model keeps, the best predicted first: of each problem the `keep` fastest, but no more than `ALIKE` that differ in stages and
+    parallelism only, where the model sees next to no difference; and `always`. And those that it cannot place."""
     found = runner.predict(space.attention, space.candidates, problems, heard)
     lost = [Failure(name(s), s, "model", None, times) for s, times in zip(space.candidates, found) if isinstance(times, str)]
     placed = [
@@ -82,9 +85,21 @@ def pruned(
     chosen: dict[str, Candidate] = {}
     for p in problems:
         ranked = sorted(placed, key=lambda c: (c.predicted_us[str(p)], c.name))
-        chosen |= {c.name: c for c in (*ranked[:keep], *(c for c in ranked if c.schedule in always))}
+        chosen |= {c.name: c for c in (*_varied(ranked, keep), *(c for c in ranked if c.schedule in always))}
     first = {c.name: min(sorted(placed, key=lambda x: x.predicted_us[str(p)]).index(c) for p in problems) for c in chosen.values()}
     return tuple(sorted(chosen.values(), key=lambda c: (first[c.name], c.name))), tuple(lost)
+
+
+def _varied(ranked: Sequence[Candidate], keep: int) -> list[Candidate]:
+    """The first `keep`, passing over those of which `ALIKE` like them are in."""
+    kinds: Counter[Schedule] = Counter()
+    chosen: list[Candidate] = []
+    for c in ranked:
+        kind = c.schedule.replace(stages=1, parallelism="query_tiles")
+        kinds[kind] += 1
+        if kinds[kind] <= ALIKE and len(chosen) < keep:
+            chosen.append(c)
+    return chosen
 
 
 def prepare(

@@ -20,7 +20,7 @@ from .tune_result import Broken, Heard, Measurement, Progressed, Rate, Stage, Wo
 
 
 @dataclass
-class _Case:
+class Case:
     """What is known of one problem so far."""
 
     work: Work
@@ -46,7 +46,7 @@ def race_on(
     gpu: str | None,
 ) -> list[Measurement]:
     """As `Runner.race`, on one GPU (`gpu`: as CUDA_VISIBLE_DEVICES names it; None: the one that there is)."""
-    cases = [_Case(w, stored=dict(w.stored)) for w in work]
+    cases = [Case(w, stored=dict(w.stored)) for w in work]
     dead: dict[str, Broken] = {}
     while True:
         todo = [c for c in cases if c.raced is None]
@@ -60,10 +60,10 @@ def race_on(
             seed=seed,
         )
         _run(attention, spec, todo, heard, progressed, deadline, gpu, bundles, dead)
-    return [_measurement(attention, c) for c in cases]
+    return [measurement(attention, c) for c in cases]
 
 
-def _case(attention: Attention, case: _Case, dead: Mapping[str, Any], folder: Path) -> CaseSpec:
+def _case(attention: Attention, case: Case, dead: Mapping[str, Any], folder: Path) -> CaseSpec:
     refs = (KernelRef(c.name, str(folder), c.name) for c in case.work.candidates if c.name not in dead)
     return CaseSpec(attention, case.work.problem, tuple(refs))
 
@@ -71,7 +71,7 @@ def _case(attention: Attention, case: _Case, dead: Mapping[str, Any], folder: Pa
 def _run(
     attention: Attention,
     spec: BenchSpec,
-    todo: Sequence[_Case],
+    todo: Sequence[Case],
     heard: Heard,
     progressed: Progressed,
     deadline: float | None,
@@ -143,7 +143,7 @@ def _against(race: Race, winner: str | None, name: str) -> Interval | None:
     return None if ratio is None else ratio.map(lambda r: 1 / r)
 
 
-def _measurement(attention: Attention, case: _Case) -> Measurement:
+def measurement(attention: Attention, case: Case) -> Measurement:
     message, work = case.raced, case.work
     assert message is not None
     race = _race(message)
