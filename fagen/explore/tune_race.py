@@ -1,7 +1,7 @@
 """Successive halving: who is measured how often. Rounds double from one rung to the next, and the slower half drops out.
 
 Candidates are compared round by round (`timing.order` interleaves them), so what the clock and the temperature do cancels: one is *within
-noise* of another if the 95 % interval of their times' ratio over common rounds contains 1. In the slower half those stay that are
+noise* of another if the 95 % interval of their times' ratio over common rounds, half a percent to both sides, contains 1. In the slower half those stay that are
 within noise of the last one of the faster half. Nothing here needs a GPU.
 """
 
@@ -15,6 +15,8 @@ from .timing import Interval, interval
 FIRST_ROUNDS = 2
 FEW = 3
 """So many are never halved: they go to the end together."""
+SAME = 0.005
+"""Medians of one binary given twice to a run differ by so much (its place in the order, the clock): less is never a difference."""
 STORED_NOISE = 0.03
 """Times of different runs of one binary differ by so much (temperature, clocks); within it a stored time says nothing."""
 
@@ -99,7 +101,7 @@ class Race:
         ratio = self.ratio(name, to)
         if ratio is None:
             return self.median(name) <= self.median(to) * (1 + STORED_NOISE)
-        return ratio.low <= 1 <= ratio.high
+        return ratio.low - SAME <= 1 <= ratio.high + SAME
 
     def _keep(self, ranked: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """(who stays, those of them that stay for being within noise of the last one of the faster half)."""

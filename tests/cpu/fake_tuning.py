@@ -124,7 +124,9 @@ class FakeRunner:
             self.raced.append((w.problem, tuple(c.schedule.tile_kv for c in w.candidates), tuple(peers)))
             case = Case(w, stored=dict(w.stored), compilers=("NVRTC 13",))
             case.failed = {
-                c.name: Broken("wrong: error 3 > 1") for c in w.candidates if self.fault(c) == "wrong when long" and w.problem.sk > 1000
+                c.name: Broken("wrong: error 3 > 1")
+                for c in w.candidates
+                if self.fault(c) == "wrong when long" and w.problem.sk > 1000
             }
             good = [c for c in w.candidates if c.name not in case.failed]
             counted = flops(attention, w.problem)
@@ -137,7 +139,7 @@ class FakeRunner:
             case.raced = channel.sent[-1]
             self.rungs += [r["names"] for r in case.raced["rungs"]]
             found.append(measurement(attention, case))
-            progressed(w.problem, {n: r for n, r in found[-1].rates.items()})
+            progressed(w.problem, found[-1].rates)
         return found
 
 

@@ -1,63 +1,67 @@
-"""Tuning without a GPU: what is tried, that broken candidates never win and never hide (case T01), and the command."""
+"""What tuning tries, the workshop's processes, and the command, without a GPU."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_tuning import FA3, FULL, LONG, FakeRunner
 
 import fagen
 from fagen import Attention, InputError, LaunchError, Schedule, cli, load, tuned
 from fagen.check import CaseResult as CheckResult
-from fagen.explore import bench_lab, tune, tune_run
-from fagen.explore.bench_result import BenchSpec, CaseResult, Row, Timing
-from fagen.explore.timing import Interval, Reading
-from fagen.explore.tune import Candidate, Gpu, Measurement, Prepared, TuneResult, Work, prepare
+from fagen.check import GpuRun
+from fagen.explore import bench_lab, tune_run
+from fagen.explore.tune import silent
+from fagen.explore.tune_result import Broken, Candidate, TuneResult
 from fagen.explore.tune_run import Workshop, verify_problems
 from fagen.explore.tune_space import Space, default_axes, enumerate_space
 from fagen.guard import GuardError
 from fagen.oracle import Verdict
-from fagen.plan.kernel import Problem
 
 HERE = Path(__file__).parent
-FULL = Attention(head_dim=128)
-FA3 = load("fa3").schedule
-SHORT, LONG = Problem(32, 512, 512, 16, 16), Problem(4, 4096, 4096, 16, 16)
 
 
 # what is tried ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("entry", tuned.builtin_tables()[0].entries, ids=lambda e: e.label)
-def test_default_spaces_contain_the_winners_of_the_table(entry: tuned.Entry) -> None:
-    attention, base = load("fa3", head_dim=entry.head_dim, dtype=entry.dtype, mask=entry.mask)
-    space = enumerate_space(attention, base, default_axes(attention, base))
-    assert entry.schedule in space.candidates
-    assert base in space.candidates
+@cache
+def space_of(name: str, head_dim: int, mask: str = "full") -> tuple[Attention, Schedule, Space]:
+    """The default space: some thousand schedules looked at."""
+    attention, base = load(name, head_dim=head_dim, mask=mask)
+    return attention, base, enumerate_space(attention, base, default_axes(attention, base))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_default_spaces_contain_the_winners_of_the_table(head_dim: int) -> None:
+    """Legality of what is tried does not depend on the mask; that is another test's matter."""
+    _, base, space = space_of("fa3", head_dim)
+    entries = [e for e in tuned.builtin_tables()[0].entries if e.head_dim == head_dim and e.base == "fa3"]
+    assert entries and {e.schedule for e in entries} <= set(space.candidates) and base in space.candidates
 
 
 def test_default_spaces_contain_fused_tiles() -> None:
     """Short sequences at head_dim 64 want long blocks with the next tile's first product under the epilogue."""
-    attention, base = load("fa3", head_dim=64, mask="causal")
+    _, base, space = space_of("fa3", 64)
     wanted = {"tile_q": 128, "consumers": 2, "tile_kv": 128, "stages": 4, "overlap": "within", "reference": "stale"}
-    space = enumerate_space(attention, base, default_axes(attention, base))
     assert base.replace(**wanted, fuse_tiles=True) in space.candidates and base.replace(**wanted) in space.candidates
 
 
-@pytest.mark.parametrize("name", ["fa2", "fa3", "fa3_fp8"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize(
+    ("name", "head_dim", "mask"),
+    [("fa2", 64, "causal"), ("fa2", 128, "full"), ("fa3", 64, "full"), ("fa3", 128, "full"), ("fa3", 256, "full"), ("fa3_fp8", 128, "causal")],
+)  # fmt: skip
 def test_every_built_in_has_a_default_space_of_legal_schedules(name: str, head_dim: int, mask: str) -> None:
-    attention, base = load(name, head_dim=head_dim, mask=mask)
-    space = enumerate_space(attention, base, default_axes(attention, base))
+    attention, _, space = space_of(name, head_dim, mask)
     assert len(space.candidates) >= 5 and len(set(space.candidates)) == len(space.candidates)
     for schedule in space.candidates[::40]:
         tuned.check(attention, schedule)
+        tuned.check(attention.replace(mask="causal"), schedule)
 
 
 def test_illegal_combinations_are_counted_by_code() -> None:
@@ -127,7 +131,7 @@ def compile_with_faults(request: Mapping[str, Any], channel: Any) -> None:
         channel.doing(f"{job['name']} is compiled", 60)
         if job["schedule"]["tile_kv"] in (96, 144):
             os.abort()
-        channel.send("done_one", name=job["name"], reason="")
+        channel.send("done_one", name=job["name"], answer="")
 
 
 def test_a_compiler_that_crashes_costs_its_candidate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -136,20 +140,78 @@ def test_a_compiler_that_crashes_costs_its_candidate(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tune_run, "MOST_AT_ONCE", 3)
     heard: list[str] = []
     candidates = [Candidate(f"c.{t}", FA3.replace(tile_kv=t)) for t in (80, 96, 112, 128, 144, 160)]
-    reasons = Workshop(tmp_path, 1).compile(FULL, candidates, heard.append)
-    assert {n for n, why in reasons.items() if why} == {"c.96", "c.144"}
-    assert "signal SIGABRT" in reasons["c.96"] and reasons["c.96"].startswith("c.96 is compiled")
+    reasons = Workshop(tmp_path, 1).compile(FULL, candidates, heard.append, lambda: False)
+    broken = {n: why.reason for n, why in reasons.items() if why}
+    assert set(broken) == {"c.96", "c.144"}
+    assert "signal SIGABRT" in broken["c.96"] and broken["c.96"].startswith("c.96 is compiled")
     assert sorted(heard) == sorted(reasons) == sorted(c.name for c in candidates)
 
 
 def test_candidates_are_built_for_another_machine(tmp_path: Path) -> None:
-    schedules = (FA3.replace(tile_kv=80), FA3.replace(tile_kv=100))
-    space = Space(FULL, schedules, 2, {})
-    done = prepare(space, "fa3", lambda s: f"c.{s.tile_kv}", Workshop(tmp_path, 2))
-    assert [c.name for c in done.candidates] == ["c.80"]
-    (failure,) = done.failures
-    assert failure.name == "c.100" and "[tile-kv]" in failure.reason
+    candidates = [Candidate(f"c.{t}", FA3.replace(tile_kv=t)) for t in (80, 100)]
+    reasons = Workshop(tmp_path, 2).compile(FULL, candidates, silent, lambda: False)
+    failure = reasons["c.100"]
+    assert reasons["c.80"] is None and failure is not None and "[tile-kv]" in failure.reason
     assert {p.name for p in tmp_path.iterdir()} == {"c.80.cu", "c.80.cubin", "c.80.json"}
+    assert tune_run.compiler_of(tmp_path).startswith("NVRTC")
+
+
+def test_nothing_is_begun_behind_the_budget(tmp_path: Path) -> None:
+    assert Workshop(tmp_path, 1).compile(FULL, [Candidate("c.80", FA3.replace(tile_kv=80))], silent, lambda: True) == {}
+
+
+def test_predictions_come_in_order_from_processes(tmp_path: Path) -> None:
+    schedules = [FA3.replace(tile_kv=t) for t in (64, 100, 176)]
+    slow, none, fast = Workshop(tmp_path, 2).predict(FULL, schedules, [LONG], silent)
+    assert isinstance(slow, list) and isinstance(fast, list) and slow[0] > fast[0] > 100
+    assert isinstance(none, str) and "[tile-kv]" in none
+
+
+# the workshop: on a GPU that is made up -----------------------------------------------------------------------------------------
+
+
+def built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_run, "load_built", lambda folder, name: name)
+
+
+RIGHT, WRONG = Verdict(True, 0.1, 1.0, 0.1), Verdict(False, 2.0, 1.0, 2.0, "error 2 is above the bound 1")
+CANDIDATES = [Candidate(f"c.{t}", FA3.replace(tile_kv=t)) for t in (80, 96, 112, 128)]
+
+
+def test_verification_goes_on_behind_a_kernel_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    built(monkeypatch)
+    runs: list[list[str]] = []
+
+    def check_gpu(items: Any, builts: Any, *, seed: int, bundles: Any, on_result: Callable[[CheckResult], None]) -> Any:
+        assert builts == [i.name for i in items]
+        runs.append([i.name for i in items])
+        for item in items:
+            for n, problem in enumerate(item.problems):
+                if item.name == "c.96" and n == 2:
+                    failure = GuardError("hang", "launch of c.96", "no sign of life for 20 s")
+                    failure.bundle = "repro/c.96"
+                    raise LaunchError("launch of c.96 hangs\nrepro bundle: repro/c.96") from failure
+                on_result(CheckResult(item.name, problem, "full", seed + n, WRONG if item.name == "c.128" and n == 1 else RIGHT))
+        return GpuRun((), "", "", {"c.128": Path("repro/c.128")})
+
+    monkeypatch.setattr(tune_run, "check_gpu", check_gpu)
+    reasons = Workshop(tmp_path, 1).verify(FULL, CANDIDATES, silent)
+    assert runs == [["c.80", "c.96", "c.112", "c.128"], ["c.112", "c.128"]]
+    assert reasons["c.80"] is None and reasons["c.112"] is None
+    assert reasons["c.96"] == Broken("launch of c.96 hangs", "repro/c.96")
+    wrong = reasons["c.128"]
+    assert wrong is not None and "error 2 is above the bound 1" in wrong.reason and wrong.bundle == "repro/c.128"
+
+
+def test_a_machine_that_cannot_verify_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    built(monkeypatch)
+
+    def check_gpu(*_: Any, **__: Any) -> None:
+        raise LaunchError("kernels for sm_90a run on compute capability 9.0, not on this")
+
+    monkeypatch.setattr(tune_run, "check_gpu", check_gpu)
+    with pytest.raises(LaunchError, match="compute capability"):
+        Workshop(tmp_path, 1).verify(FULL, CANDIDATES, silent)
 
 
 # the command --------------------------------------------------------------------------------------------------------------
@@ -206,7 +268,7 @@ def test_the_tables_own_schedules_are_always_among_the_candidates(machine: FakeR
 def test_built_here_and_measured_there(machine: FakeRunner, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "fa3", "--causal", "--over", "tile_kv=80:96", "--build-only", str(tmp_path))
     assert code == 0 and "candidates for hd128 bf16 causal compiled into" in out
-    assert (tmp_path / "fa3.hd128-bf16-causal.tune.json").is_file() and not machine.measured
+    assert (tmp_path / "fa3.hd128-bf16-causal.tune.json").is_file() and not machine.raced
     code, out, _ = run(capsys, "fa3", "--causal", "--from", str(tmp_path), "--grid", "paper", "--json")
     result = TuneResult.from_dict(json.loads(out))
     assert code == 0 and len(result.shapes) == 6 and result.prepared.attention.mask == "causal"
@@ -226,17 +288,26 @@ def test_a_size_without_a_winner_is_exit_code_1(machine: FakeRunner, capsys: pyt
         (("--over", "tile_kv"), "--over: 'tile_kv' is not knob=value:value"),
         (("--over", "tile_kw=96"), "did you mean tile_kv"),
         (("--over", "tile_kv=96", "--over", "tile-kv=80"), "--over: tile_kv is given twice"),
-        (("--over", "tile_kv=96", "--set", "tile_kv=80"), "--over: tile_kv is fixed by --set tile_kv=80"),
         (("--shape", "1,2,3"), "--shape: '1,2,3' is not B,HQ,HKV,SQ,SK"),
         (("--shape", "1,2,2,0,5"), "every size must be at least 1"),
         (("--grid", "papers"), "no grid 'papers'"),
         (("--vs", "fa9"), "no peer 'fa9'"),
         (("--build-only", "x", "--from", "y"), "one of them is enough"),
         (("--build-only", "x", "--table", "t.json"), "--build-only: measures nothing"),
+        (("--build-only", "x", "--store", "s"), "--build-only: measures nothing"),
+        (("--resume",), "--resume: needs the --store"),
+        (("--store", "/dev/null/x"), "--store: /dev/null/x cannot be used"),
+        (("--budget", "soon"), "--budget: 'soon' is not a time, such as 300s or 5m"),
+        (("--budget", "0s"), "--budget: '0s' is not a time"),
+        (("--from", "y", "--exclude-known"), "--exclude-known: has no effect on candidates that are compiled already"),
+        (("--exclude-known", "--over", "stages=2"), "--exclude-known: leaves nothing"),
         (("--from", "/nowhere"), "there is no folder /nowhere"),
         (("--build-only", "/dev/null/x"), "--build-only: /dev/null/x cannot be made"),
         (("--output", "/nowhere/x.json"), "--output: /nowhere/x.json cannot be written"),
-        (("--set", "head_dim=80"), "none of 168 schedules is legal for hd80 bf16 full; the given one itself: [head-dim]"),
+        (
+            ("--set", "head_dim=80", "--over", "stages=1:2"),
+            "none of 2 schedules is legal for hd80 bf16 full; the given one itself: [head-dim]",
+        ),
     ],
 )
 def test_mistakes_on_the_command_line(arguments: tuple[str, ...], message: str, machine: FakeRunner, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip

@@ -36,7 +36,9 @@ def candidates(*names: str, beside: tuple[str, ...] = ()) -> tuple[Candidate, ..
     return tuple(Candidate(n, FA3.replace(tile_kv=16 * i + 32), beside=n in beside) for i, n in enumerate((*names, *beside)))
 
 
-def race(work: list[Work], folder: Path, told: list[tuple[Problem, set[str]]] | None = None, gpu: str | None = None) -> list[Measurement]:
+def race(
+    work: list[Work], folder: Path, told: list[tuple[Problem, set[str]]] | None = None, gpu: str | None = None
+) -> list[Measurement]:
     def progressed(problem: Problem, rates: Mapping[str, Rate]) -> None:
         if told is not None:
             told.append((problem, set(rates)))
@@ -56,7 +58,9 @@ def test_the_fastest_right_one_wins_and_what_fails_is_named(fakes: list[str], tm
     assert "no sign of life for 1 s" in found.failed["g-0.3-hang"].reason
     assert found.failed["g-0.3-hang"].bundle == str(tmp_path / "repro" / "g-0.3-hang")
     assert sorted(fakes) == [f"death of f-0.4-crash on {LONG}", f"hang of g-0.3-hang on {LONG}"]
-    assert len((tmp_path / "processes.log").read_text().splitlines()) == 3, "one process for each that died, and one that ended well"
+    assert len((tmp_path / "processes.log").read_text().splitlines()) == 3, (
+        "one process for each that died, and one that ended well"
+    )
     assert not {"e-0.5-wrong", "f-0.4-crash", "g-0.3-hang"} & set(found.rates)
     vs = found.rates["a-1.5"].vs_winner
     assert vs is not None and vs.median == pytest.approx(1 / 1.5, rel=0.02) and found.compiler == "NVRTC 13"
@@ -82,7 +86,9 @@ def test_times_of_an_earlier_run_spare_measurements(fakes: list[str], tmp_path: 
     assert found.stages[0].measured == 0 and found.stages[0].dropped == 4
 
 
-def test_a_failure_that_is_none_of_the_candidates_ends_the_run(fakes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_that_is_none_of_the_candidates_ends_the_run(
+    fakes: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(tune_lane, "TASK", "fake_tuning:nowhere")
     with pytest.raises(LaunchError, match="the worker starts"):
         race([Work(LONG, candidates("a-1.0"))], tmp_path)

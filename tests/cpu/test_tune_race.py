@@ -37,12 +37,12 @@ def test_rounds_double_and_halves_drop_out() -> None:
 
 
 def test_a_drift_that_all_share_does_not_hide_a_difference() -> None:
-    """Rounds differ by 10 %, the candidates by 1 %: paired by rounds they are told apart, and the wide intervals of each do not matter."""
+    """Rounds differ by 10 %, the candidates by 2 %: paired by rounds they are told apart, and the wide intervals of each do not matter."""
     race = Race(("fast", "slow"), rounds=14)
-    race.run(Machine({"fast": 1.0, "slow": 1.01}))
+    race.run(Machine({"fast": 1.0, "slow": 1.02}))
     assert race.left == ("fast", "slow") and not race.near("slow", "fast")
     ratio = race.ratio("slow", "fast")
-    assert ratio is not None and 1.005 < ratio.low <= ratio.median <= ratio.high < 1.015
+    assert ratio is not None and 1.015 < ratio.low <= ratio.median <= ratio.high < 1.025
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -51,7 +51,7 @@ def test_what_is_within_noise_of_the_last_one_kept_stays(seed: int) -> None:
     twins = {f"twin{i}": 1.0 for i in range(8)} | {f"slow{i}": 1.2 for i in range(8)}
     race = Race(tuple(twins), rounds=14)
     race.run(Machine(twins, seed=seed))
-    assert {n for n in race.rungs[0].dropped} == {f"slow{i}" for i in range(8)}
+    assert set(race.rungs[0].dropped) == {f"slow{i}" for i in range(8)}
     wide = Race(tuple(SPREAD), rounds=14)
     wide.run(Machine(dict.fromkeys(SPREAD, 1.0), noise=0.01, seed=seed))
     assert wide.rungs[0].within_noise and len(wide.rungs[0].dropped) < 8
