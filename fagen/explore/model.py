@@ -41,7 +41,7 @@ POWER_CLOCK_MHZ, POWER_SHARE = 1510.0, 0.98
 """Under bursts at 98 % tensor-core work an H200 of 700 W runs at about 1510 MHz (benchmarks/results/paper_grid.json, head_dim 128, 16k; utilisation
 by ncu). Power goes with the work times the clock's third power (voltage follows the clock), so the limit leaves this · (98 % / work)^(1/3)."""
 MAX_CLOCK_MHZ = 1980.0
-E4M3_POWER = 1.9
+E4M3_POWER = 1.75
 """What an 8-bit product's clock in the tensor core draws beside a 16-bit one's; fitted to fa3_fp8."""
 ROUNDING = 2.0
 """SMs and DRAM overlap, but not perfectly: (a^p + b^p)^(1/p) instead of the larger."""

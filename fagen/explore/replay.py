@@ -24,9 +24,6 @@ from . import pace as P
 from .engine import Actor, Engine, Signal, Unit, Until
 from .replay_state import Bar, Cta, Line, Meeting
 
-PIECES = 4
-"""A long stretch of a warp's arithmetic is asked for in so many parts, between which other warps get their turn."""
-LONG = 200.0
 LAUNCH_CLOCKS = 550.0
 """Of a CTA before its first step: barriers initialised, registers set, maps fetched."""
 
@@ -135,14 +132,10 @@ class _Sm:
 
     def spend(self, line: Line, work: P.Pace) -> Actor:
         """Keep the units of the line's partitions busy, and the line with them."""
-        longest = max(work.alu, work.mufu)
-        pieces = PIECES if longest > LONG else 1
-        for _ in range(pieces if longest else 0):
-            now, end = self.engine.now, self.engine.now
-            for p in line.parts:
-                if work.mufu:
-                    end = max(end, self.mufu[p].serve(now, work.mufu / pieces))
-                end = max(end, self.alu[p].serve(now, work.alu / pieces))
+        now = end = self.engine.now
+        for p in line.parts:
+            end = max(end, self.mufu[p].serve(now, work.mufu) if work.mufu else now, self.alu[p].serve(now, work.alu))
+        if end > now:
             yield end
         if work.smem:
             yield self.smem.serve(self.engine.now, work.smem * line.warps / P.SMEM_BYTES)
