@@ -24,7 +24,7 @@ from fagen.emit import emit
 from fagen.plan.rules import CHOICES, NOT_YET, NOT_YET_SET
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/schedule.md", "benchmarks/README.md")
+PAGES = ("README.md", "CONTRIBUTING.md", "docs/architecture.md", "docs/schedule.md", "docs/tuning.md", "benchmarks/README.md")
 SLOW = ("--variants",)
 NEEDS_GPU = ("--device gpu", "--source", "--jitter", "--debug", "fagen bench", "fagen repro", "--evidence")
 
