@@ -16,6 +16,7 @@ A candidate that is wrong, hangs or fails on one problem wins on none.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
@@ -85,16 +86,22 @@ def pruned(
     chosen: dict[str, Candidate] = {}
     for p in problems:
         ranked = sorted(placed, key=lambda c: (c.predicted_us[str(p)], c.name))
-        chosen |= {c.name: c for c in (*_varied(ranked, keep), *(c for c in ranked if c.schedule in always))}
+        chosen |= {c.name: c for c in (*_varied(ranked, str(p), keep), *(c for c in ranked if c.schedule in always))}
     first = {c.name: min(sorted(placed, key=lambda x: x.predicted_us[str(p)]).index(c) for p in problems) for c in chosen.values()}
     return tuple(sorted(chosen.values(), key=lambda c: (first[c.name], c.name))), tuple(lost)
 
 
-def _varied(ranked: Sequence[Candidate], keep: int) -> list[Candidate]:
-    """The first `keep`, passing over those of which `ALIKE` like them are in."""
+def _varied(ranked: Sequence[Candidate], at: str, keep: int) -> list[Candidate]:
+    """The first `keep` at a problem, passing over those of which `ALIKE` like them are in. Times within a thousandth are the same to the model:
+    more stages and tiles on demand, which bear more of what it leaves out, then come first."""
     kinds: Counter[Schedule] = Counter()
     chosen: list[Candidate] = []
-    for c in ranked:
+
+    def order(c: Candidate) -> tuple[int, int, bool, str]:
+        s = c.schedule
+        return round(1000 * math.log(c.predicted_us[at])), -(s.stages_k + s.stages_v), s.parallelism != "persistent_dynamic", c.name
+
+    for c in sorted(ranked, key=order):
         kind = c.schedule.replace(stages=1, parallelism="query_tiles")
         kinds[kind] += 1
         if kinds[kind] <= ALIKE and len(chosen) < keep:
