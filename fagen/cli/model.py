@@ -86,7 +86,7 @@ def command(
             raise LaunchError(f"only {len(rows)} of {len(asked)} schedules were timed: {'; '.join(failures[:2])}")
         report = judged(rows, **_about(result, date, "fagen model"), failures=[*broken.values(), *failures])
     if output:
-        from .tune import write_file
+        from .tune_options import write_file
 
         write_file(Path(output), report.to_json() + "\n")
     if as_json:

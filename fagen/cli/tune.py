@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -17,12 +16,12 @@ import click
 from ..errors import InputError
 from . import common
 from .bar import Bar
+from .tune_options import parse_axes, parse_budget, problems_of, write_file
 
 if TYPE_CHECKING:
     from ..explore.tune import Memory
     from ..explore.tune_result import Candidate, Gpu, Prepared, Runner, TuneResult
-    from ..explore.tune_space import Space
-    from ..plan.kernel import Problem
+    from ..explore.tune_space import Axes, Space
     from ..schedule import Schedule
     from ..tuned import Table
 
@@ -109,7 +108,7 @@ class _Tune:
         self.began = time.time()
         self.item = common.select([schedule], settings, causal)[0]
         self.name = f"{self.item.stem}.{variant_id(self.item.attention)}"
-        self.problems = _problems(self.item, shapes, grid)
+        self.problems = problems_of(self.item, shapes, grid)
         self.peers = tuple(dict.fromkeys(n.strip() for n in vs.split(",") if n.strip() not in ("", "none")))
         check_peers(self.peers)
         self.budget = None if budget is None else parse_budget(budget)
@@ -168,11 +167,10 @@ class _Tune:
 
         start = self.item.schedule
         with self._phase("space"):
-            space, known = self._space()
-        with self._phase("model"), Bar("predicting", len(space.candidates)) as bar:
-            candidates, lost = tune.pruned(
-                space, self.problems, self._name, runner, keep=self.keep, always=(start, *known), heard=bar.step
-            )
+            space, known, axes = self._space()
+        with self._phase("model"), Bar("predicting", None if space.sampled else len(space.candidates)) as bar:
+            space, times = tune.predicted(space, self.problems, runner, axes, bar.step)
+        candidates, lost = tune.pruned(space, times, self.problems, self._name, keep=self.keep, always=(start, *known))
         common.note(
             f"{self.name}: {len(space.candidates)} of {space.enumerated} schedules are legal"
             f"{_left_out(space)}, {len(candidates)} kept by the model"
@@ -236,8 +234,9 @@ class _Tune:
     def _name(self, schedule: Schedule) -> str:
         return f"{self.name}.{schedule.id}"
 
-    def _space(self) -> tuple[Space, tuple[Schedule, ...]]:
-        """The space, and what is known for this head_dim: part of it, so that a winner is never slower than what it replaces, or left out."""
+    def _space(self) -> tuple[Space, tuple[Schedule, ...], Axes]:
+        """The space, what is known for this head_dim (part of it, so that a winner is never slower than what it replaces, or left out), and the
+        knobs."""
         from ..errors import FagenError
         from ..explore.tune_space import default_axes, enumerate_space
         from ..library import builtin_names, load
@@ -257,7 +256,7 @@ class _Tune:
         also, exclude = ((), known) if self.exclude_known else (known, ())
         with common.refusing(self.item):
             space = enumerate_space(attention, start, axes, also, exclude=exclude, seed=self.seed)
-        return space, tuple(also)
+        return space, tuple(also), axes
 
     def _beside(self, gpu: Gpu | None, there: set[Schedule]) -> tuple[Candidate, ...]:
         """With --exclude-known, what the tuned table has for each problem."""
@@ -325,46 +324,6 @@ class _Phase:
         self._into[self._name] = time.monotonic() - self._began
 
 
-# what to try --------------------------------------------------------------------------------------------------------------
-
-
-def parse_axes(over: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """`--over knob=a:b` … as axes. InputError for what is no knob of a schedule, or given twice."""
-    from ..schedule import Schedule
-
-    axes: dict[str, tuple[Any, ...]] = {}
-    for text in over:
-        knob, equals, values = text.partition("=")
-        knob = knob.strip().replace("-", "_")
-        if not equals or not values.strip():
-            raise InputError("--over", f"{text!r} is not knob=value:value, such as tile_kv=96:128")
-        if knob not in Schedule.field_names():
-            import difflib
-
-            near = difflib.get_close_matches(knob, Schedule.field_names())
-            hint = f"did you mean {' or '.join(near)}?" if near else f"knobs: {', '.join(Schedule.field_names())}"
-            raise InputError("--over", f"a schedule has no knob {knob!r}; {hint}")
-        if knob in axes:
-            raise InputError("--over", f"{knob} is given twice")
-        axes[knob] = tuple(dict.fromkeys(common.field_value(knob, v) for v in values.split(":")))
-    return axes
-
-
-def _problems(item: common.Selected, shapes: Sequence[str], grid: str | None) -> tuple[Problem, ...]:
-    from ..check import parse_shape
-    from ..explore.bench import grid_problems
-    from ..plan.kernel import Problem
-
-    named = grid or (None if shapes else "paper")
-    wanted = list(grid_problems(named, item.attention.head_dim)) if named else []
-    parsed = [parse_shape(text) for text in shapes]
-    wanted += [Problem(p.batch, p.sq, p.sk, p.hq, p.hkv) for p in parsed]
-    for p in wanted:
-        if min(p.batch, p.sq, p.sk, p.hq) < 1:
-            raise InputError("--shape", f"{p}: every size must be at least 1 to be timed")
-    return tuple(dict.fromkeys(wanted))
-
-
 # what was found -----------------------------------------------------------------------------------------------------------
 
 
@@ -385,17 +344,6 @@ def beginning(gpu: str) -> Table:
     return known[0] if known else tuned.Table("sm_90a", gpu.removeprefix("NVIDIA "), ())
 
 
-def write_file(path: Path, text: str) -> None:
-    """Whole or not at all; InputError naming it."""
-    try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as f:
-            f.write(text)
-        os.chmod(f.name, 0o644)
-        os.replace(f.name, path)
-    except OSError as e:
-        raise InputError(str(path), f"cannot be written: {e.strerror or e}") from e
-
-
 def _today() -> str:
     return datetime.now(timezone.utc).date().isoformat()
 
@@ -404,11 +352,3 @@ def _left_out(space: Space) -> str:
     from .tune_report import counted
 
     return counted(space.illegal) + (f", {space.excluded} known ones left out" if space.excluded else "")
-
-
-def parse_budget(text: str) -> float:
-    """Seconds of 300, 300s or 5m."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|)", text.strip())
-    if match is None or float(match[1]) <= 0:
-        raise InputError("--budget", f"{text!r} is not a time, such as 300s or 5m")
-    return float(match[1]) * (60 if match[2] == "m" else 1)

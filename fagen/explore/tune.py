@@ -41,11 +41,12 @@ from .tune_result import (
     TuneResult,
     Work,
 )
-from .tune_space import Space
+from .tune_space import Axes, Space, with_neighbours
 
 KEEP = 24
 """Of the predicted times of a problem so many go on: the model ranks by about a tenth of the time, not by a hundredth."""
 ALIKE = 2
+CLIMBS, CLIMBERS = 4, 8
 ROUNDS = 14
 """Of those that get to the end: 2 + 4 + 8."""
 
@@ -62,33 +63,64 @@ def never() -> bool:
 # before a GPU is needed -----------------------------------------------------------------------------------------------------
 
 
+Times = Mapping[Schedule, "Sequence[float] | str"]
+"""Schedule → the predicted µs of each problem, or why there are none."""
+
+
+def predicted(
+    space: Space, problems: Sequence[Problem], runner: Runner, axes: Axes | None = None, heard: Heard = silent
+) -> tuple[Space, Times]:
+    """Every candidate's times. Of a space that is only a sample, also those of the neighbours (by `axes`) of the best, of the best of these,
+    and so on for `CLIMBS` times; the space that comes back has them too."""
+    times: dict[Schedule, Sequence[float] | str] = {}
+
+    def ask(some: Sequence[Schedule]) -> None:
+        times.update(zip(some, runner.predict(space.attention, some, problems, heard)))
+
+    ask(space.candidates)
+    for _ in range(CLIMBS if axes is not None and space.sampled else 0):
+        placed = [(s, found) for s in space.candidates if not isinstance(found := times[s], str)]
+        best: dict[Schedule, None] = {}
+        for i in range(len(problems)):
+            order = sorted((float(found[i]), n) for n, (_, found) in enumerate(placed))
+            best |= dict.fromkeys(placed[n][0] for _, n in order[:CLIMBERS])
+        grown = with_neighbours(space, tuple(best), axes or {})
+        fresh = [s for s in grown.candidates if s not in times]
+        space = grown
+        if not fresh:
+            break
+        ask(fresh)
+    return space, times
+
+
 def pruned(
     space: Space,
+    times: Times,
     problems: Sequence[Problem],
     name: Callable[[Schedule], str],
-    runner: Runner,
     *,
     keep: int = KEEP,
     always: Sequence[Schedule] = (),
-    heard: Heard = silent,
 ) -> tuple[tuple[Candidate, ...], tuple[Failure, ...]]:
     """What the model keeps, the best predicted first: of each problem the `keep` fastest, but no more than `ALIKE` that differ in stages and
     parallelism only, where the model sees next to no difference; and `always`. And those that it cannot place."""
-    found = runner.predict(space.attention, space.candidates, problems, heard)
-    lost = [Failure(name(s), s, "model", None, times) for s, times in zip(space.candidates, found) if isinstance(times, str)]
-    placed = [
-        Candidate(name(s), s, {str(p): t for p, t in zip(problems, times)})
-        for s, times in zip(space.candidates, found)
-        if not isinstance(times, str)
-    ]
+    lost, placed = [], []
+    for s in space.candidates:
+        found = times[s]
+        if isinstance(found, str):
+            lost.append(Failure(name(s), s, "model", None, found))
+        else:
+            placed.append(Candidate(name(s), s, {str(p): t for p, t in zip(problems, found)}))
     if len({c.name for c in placed}) != len(placed):
         raise InputError("tune", "two candidates have the same name")
     chosen: dict[str, Candidate] = {}
+    place: dict[str, int] = {}
     for p in problems:
         ranked = sorted(placed, key=lambda c: (c.predicted_us[str(p)], c.name))
         chosen |= {c.name: c for c in (*_varied(ranked, str(p), keep), *(c for c in ranked if c.schedule in always))}
-    first = {c.name: min(sorted(placed, key=lambda x: x.predicted_us[str(p)]).index(c) for p in problems) for c in chosen.values()}
-    return tuple(sorted(chosen.values(), key=lambda c: (first[c.name], c.name))), tuple(lost)
+        for n, c in enumerate(ranked):
+            place[c.name] = min(n, place.get(c.name, n))
+    return tuple(sorted(chosen.values(), key=lambda c: (place[c.name], c.name))), tuple(lost)
 
 
 def _varied(ranked: Sequence[Candidate], at: str, keep: int) -> list[Candidate]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..attention import Attention
@@ -42,7 +42,8 @@ MOST_ENUMERATED = 6000
 @dataclass(frozen=True)
 class Space:
     """The candidates for one attention. `combinations`: what the axes span; `enumerated`: those looked at, all of them or a sample;
-    `illegal`: code → how many broke that rule (one may break several); `excluded`: legal ones left out because they are known."""
+    `illegal`: code → how many broke that rule (one may break several); `excluded`: legal ones left out because they are known; `sampled`: there are
+    combinations that nobody looked at."""
 
     attention: Attention
     candidates: tuple[Schedule, ...]
@@ -50,6 +51,9 @@ class Space:
     illegal: dict[str, int]
     combinations: int
     excluded: int = 0
+    sampled: bool = False
+    known: tuple[Schedule, ...] = ()
+    """Those that are left out wherever they turn up."""
 
 
 def default_axes(attention: Attention, base: Schedule) -> dict[str, tuple[Any, ...]]:
@@ -87,10 +91,40 @@ def enumerate_space(
     found = [base, *neighbours(base, axes)]
     found += base.sweep(**axes) if combinations <= most else _sample(base, axes, most, seed)
     unique = tuple(dict.fromkeys([*(_followed(s, base, axes) for s in found), *also]))
+    legal, illegal, first = _judged(attention, unique)
+    kept = tuple(s for s in legal if s not in exclude)
+    if not legal:
+        raise InputError("tune", f"none of {len(unique)} schedules is legal for {attention.label}; the given one itself: {first}")
+    if not kept:
+        raise InputError("--exclude-known", f"leaves nothing: all {len(legal)} legal schedules are known")
+    return Space(
+        attention,
+        kept,
+        len(unique),
+        dict(illegal.most_common()),
+        combinations,
+        len(legal) - len(kept),
+        combinations > most,
+        tuple(exclude),
+    )
+
+
+def with_neighbours(space: Space, of: Sequence[Schedule], axes: Axes) -> Space:
+    """The space with those neighbours of some of its candidates that it lacks."""
+    there = {*space.candidates, *space.known}
+    found = dict.fromkeys(_followed(n, s, axes) for s in of for n in neighbours(s, axes))
+    fresh = [s for s in found if s not in there]
+    legal, illegal, _ = _judged(space.attention, fresh)
+    counted = dict((Counter(space.illegal) + illegal).most_common())
+    return replace(space, candidates=(*space.candidates, *legal), enumerated=space.enumerated + len(fresh), illegal=counted)
+
+
+def _judged(attention: Attention, schedules: Iterable[Schedule]) -> tuple[list[Schedule], Counter[str], str]:
+    """(the legal ones, code → how many broke that rule, the first violation)."""
     illegal: Counter[str] = Counter()
     legal: list[Schedule] = []
     first = ""
-    for schedule in unique:
+    for schedule in schedules:
         try:
             check(attention, schedule)
         except ScheduleError as e:
@@ -98,12 +132,7 @@ def enumerate_space(
             first = first or str(e.violations[0])
         else:
             legal.append(schedule)
-    kept = tuple(s for s in legal if s not in exclude)
-    if not legal:
-        raise InputError("tune", f"none of {len(unique)} schedules is legal for {attention.label}; the given one itself: {first}")
-    if not kept:
-        raise InputError("--exclude-known", f"leaves nothing: all {len(legal)} legal schedules are known")
-    return Space(attention, kept, len(unique), dict(illegal.most_common()), combinations, len(legal) - len(kept))
+    return legal, illegal, first
 
 
 def neighbours(schedule: Schedule, axes: Axes) -> Iterator[Schedule]:

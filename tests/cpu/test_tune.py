@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,7 @@ import fagen
 from fagen import Attention, InputError, LaunchError, Schedule, cli, load, tuned
 from fagen.check import CaseResult as CheckResult
 from fagen.check import GpuRun
-from fagen.explore import bench_lab, tune_run
+from fagen.explore import bench_lab, tune_cluster, tune_run
 from fagen.explore.tune import silent
 from fagen.explore.tune_result import Broken, Candidate, TuneResult
 from fagen.explore.tune_run import Workshop, verify_problems
@@ -280,6 +281,51 @@ def test_a_size_without_a_winner_is_exit_code_1(machine: FakeRunner, capsys: pyt
     machine.faults = dict.fromkeys(range(257), "does nothing")
     code, out, _ = run(capsys, "fa3", "--shape", "4,16,16,4096,4096", "--over", "tile_kv=80")
     assert code == 1 and "4,16,16,4096,4096: no candidate was left" in out
+
+
+def test_the_command_works_on_a_cluster(
+    machine: FakeRunner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No GPU is needed here; what there is to know of the GPU comes from the workers."""
+    asked: list[str] = []
+    monkeypatch.setattr(tune_cluster, "connect", asked.append)
+    monkeypatch.setattr(tune_cluster, "Cluster", lambda *_, **__: FakeRunner(name="NVIDIA H200 NVL"))
+    monkeypatch.setattr(bench_lab, "check_device", lambda: pytest.fail("nobody needs a GPU here"))
+    code, out, _ = run(
+        capsys, "fa3", "--shape", "4,16,16,4096,4096", "--over", "tile_kv=80:96", "--cluster", "there:8786", "--json"
+    )
+    assert code == 0 and asked == ["there:8786"] and json.loads(out)["gpu"] == "NVIDIA H200 NVL"
+
+
+def test_a_start_that_is_no_good_with_the_known_left_out(
+    machine: FakeRunner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--set overlap=none` is the word; the table's own schedule is timed beside, and its share said; the second run reuses the records."""
+    machine.speed = lambda s, p: 400.0 + s.tile_kv + 50 * s.stages_k + 100 * (s.overlap != "none") + 100 * (s.reference == "stale")
+    arguments = [
+        "fa3",
+        "--set",
+        "tile_kv=64",
+        "--set",
+        "stages=1",
+        "--set",
+        "overlap=none",
+        "--exclude-known",
+        "--shape",
+        "4,16,16,4096,4096",
+    ]
+    over = ["--over", "tile_kv=64:128", "--over", "stages=1:2", "--over", "overlap=none:both", "--over", "reference=running:stale"]
+    store = ["--store", str(tmp_path / "store"), "--vs", "none", "--budget", "5m"]
+    code, out, _ = run(capsys, *arguments, *over, *store)
+    known = tuned.choose(FULL, LONG, tuned.H200).schedule
+    assert code == 0 and f"of the tuned entry {known.id}" in out and "known ones left out" in out
+    assert re.search(r"1\.\d\d × as fast as where it started", out)
+    verified = len(machine.verified)
+    code, out, _ = run(capsys, *arguments, *over, *store, "--resume", "--json")
+    result = TuneResult.from_dict(json.loads(out))
+    assert code == 0 and result.shapes[0].reused == len(result.prepared.candidates) and len(machine.verified) == verified
+    assert known not in {c.schedule for c in result.prepared.candidates if not c.beside}
+    assert result.prepared.start == FA3.replace(tile_kv=64, stages=1, overlap="none")
 
 
 @pytest.mark.parametrize(

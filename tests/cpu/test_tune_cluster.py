@@ -62,7 +62,8 @@ def work(client: Any, folder: Path, machine: str = "Machine") -> Any:
     runner = Cluster(client, folder / "kernels", bundles=folder / "repro", workshop=f"{__name__}:{machine}")
     schedules = tuple(FA3.replace(tile_kv=t) for t in (80, 96, 112, 128, 144, 160, 176))
     space = Space(FULL, schedules, 7, {}, 7)
-    candidates, lost = tune.pruned(space, (SHORT, LONG), lambda s: f"c.{s.tile_kv}", runner, keep=6)
+    space, times = tune.predicted(space, (SHORT, LONG), runner)
+    candidates, lost = tune.pruned(space, times, (SHORT, LONG), lambda s: f"c.{s.tile_kv}", keep=6)
     prepared = tune.prepare(space, candidates, lost, "fa3", schedules[0], runner)
     return tune.tune(prepared, (SHORT, LONG), runner, date="2026-11-29", memory=Forgetful(), peers=("fa3",))
 

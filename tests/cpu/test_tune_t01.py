@@ -15,13 +15,14 @@ import fagen
 from fagen import InputError, tuned
 from fagen.explore import tune
 from fagen.explore.timing import Interval
-from fagen.explore.tune import prepare, pruned
+from fagen.explore.tune import predicted, prepare, pruned
 from fagen.explore.tune_memory import Forgetful, StoreMemory
 from fagen.explore.tune_result import Candidate, Prepared, Rate, TuneResult
-from fagen.explore.tune_space import Space
+from fagen.explore.tune_space import Space, enumerate_space
 from fagen.explore.tune_store import Store, Stored
 from fagen.plan.kernel import Problem
 
+PARALLELISM = ("persistent_dynamic", "persistent_static", "query_tiles")
 TILES = (80, 96, 112, 128, 144, 160, 176)
 FAULTS = {
     176: "writes half the rows",
@@ -36,7 +37,8 @@ FAULTS = {
 def prepared(runner: FakeRunner, problems: Sequence[Problem], tiles: Sequence[int] = TILES, **options: Any) -> Prepared:
     schedules = tuple(FA3.replace(tile_kv=t) for t in tiles)
     space = Space(FULL, schedules, 9, {"smem": 2}, 9)
-    candidates, lost = pruned(space, problems, lambda s: f"c.{s.tile_kv}", runner, **options)
+    space, times = predicted(space, problems, runner)
+    candidates, lost = pruned(space, times, problems, lambda s: f"c.{s.tile_kv}", **options)
     return prepare(space, candidates, lost, "fa3", schedules[0], runner)
 
 
@@ -111,12 +113,36 @@ def test_of_those_that_differ_in_stages_and_parallelism_only_two_stay() -> None:
     dynamic, tiles = "persistent_dynamic", "query_tiles"
     many = tuple(FA3.replace(tile_kv=64, stages=n, parallelism=p) for n in (1, 2, 3) for p in (tiles, dynamic))
     space = Space(FULL, (*many, FA3), 9, {}, 9)
-    kept, _ = pruned(space, (LONG,), lambda s: s.id, FakeRunner(guess=lambda s, p: 600 - s.tile_kv), keep=4)
+    _, times = predicted(space, (LONG,), FakeRunner(guess=lambda s, p: 600 - s.tile_kv))
+    kept, _ = pruned(space, times, (LONG,), lambda s: s.id, keep=4)
     assert {(s.tile_kv, s.stages, s.parallelism) for s in (c.schedule for c in kept)} == {
         (64, 3, dynamic),
         (64, 3, tiles),
         (176, 2, dynamic),
     }
+
+
+def test_of_a_sampled_space_the_model_climbs_to_what_the_sample_missed() -> None:
+    """More combinations than are looked at: from the best of a sample, by neighbours, to the best there is; known ones stay out."""
+    axes: dict[str, Any] = {
+        "tile_kv": tuple(range(48, 180, 16)),
+        "stages": (1, 2),
+        "overlap": ("within", "both"),
+        "parallelism": PARALLELISM,
+    }
+    best = FA3.replace(tile_kv=112, stages=2, overlap="within", parallelism="query_tiles")
+    runner = FakeRunner(
+        guess=lambda s, p: (
+            500.0 - abs(s.tile_kv - 112) + 5 * s.stages_k + (s.overlap == "within") + (s.parallelism == "query_tiles")
+        )
+    )
+    start = FA3.replace(tile_kv=48, stages=1)
+    sample = enumerate_space(FULL, start, axes, exclude=[best.replace(overlap="both")], most=10, seed=3)
+    assert sample.sampled and best not in sample.candidates
+    grown, times = predicted(sample, (LONG,), runner, axes)
+    assert best in grown.candidates and grown.enumerated < grown.combinations and set(times) == set(grown.candidates)
+    assert best.replace(overlap="both") not in grown.candidates
+    assert predicted(sample, (LONG,), runner)[0] == sample, "without knobs nothing is added"
 
 
 def test_what_the_model_cannot_place_is_told() -> None:
