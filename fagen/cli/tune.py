@@ -166,7 +166,7 @@ class _Tune:
         from ..tuned import BUILTIN
 
         start = self.item.schedule
-        with self._phase("space"):
+        with self._phase("space"), Bar("looking at the rules"):
             space, known, axes = self._space()
         with self._phase("model"), Bar("predicting", None if space.sampled else len(space.candidates)) as bar:
             space, times = tune.predicted(space, self.problems, runner, axes, bar.step)

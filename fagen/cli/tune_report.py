@@ -59,6 +59,7 @@ def _sentences(result: TuneResult, shape: Shape) -> list[str]:
     start = next((r for r in (*shape.final, *shape.screened) if schedules[r.name] == result.prepared.start), None)
     if start is not None and start.name != best.name:
         said.append(f"  {start.ms.median / best.ms.median:.2f} × as fast as where it started ({start.tflops.median:.1f} TFLOP/s)")
+    said += [f"  not timed: {why}" for why in shape.absent]
     if shape.stopped:
         said.append("  the budget ended the race before its last rung: fewer rounds than asked for")
     if shape.reused:

@@ -186,7 +186,7 @@ class Memory(Protocol):
     """What is known from earlier runs, and where what is found now goes (`tune_memory`)."""
 
     def failed(self, candidate: Candidate, problem: Problem) -> Failure | None: ...
-    def verified(self, candidate: Candidate) -> bool: ...
+    def verified(self, candidate: Candidate, problems: Sequence[Problem]) -> bool: ...
     def time_ms(self, candidate: Candidate, problem: Problem) -> Interval | None: ...
     def keep(
         self, candidate: Candidate, problem: Problem, stage: str, reason: str, rate: Rate | None, bundle: str | None
@@ -232,7 +232,7 @@ def tune(
         for p in problems:
             reused[p] += known is not None or memory.time_ms(c, p) is not None
     began = clock()
-    fresh = tuple(c for c in left() if not memory.verified(c))
+    fresh = tuple(c for c in left() if not memory.verified(c, problems))
     if fresh:
         drop("verify", runner.verify(attention, fresh, heard))
     took["verify"] = clock() - began
@@ -293,6 +293,7 @@ def _judged(problem: Problem, m: Measurement, left: Sequence[Candidate], reused:
         winner=winner,
         within_noise=tuple(n for n in m.near if n in last and n != winner),
         reused=reused,
+        absent=m.absent,
     )
 
 

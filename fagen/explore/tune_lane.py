@@ -27,6 +27,8 @@ class Case:
     failed: dict[str, Broken] = field(default_factory=dict)
     stored: dict[str, float] = field(default_factory=dict)
     """From an earlier run, or from a process that died."""
+    absent: dict[str, str] = field(default_factory=dict)
+    """Peer → why it was not timed."""
     compilers: tuple[str, ...] = ()
     raced: Mapping[str, Any] | None = None
 
@@ -104,6 +106,8 @@ def _run(
                         each.compilers = tuple(message["compilers"])
                 elif kind == "failed" and message["function"] in {c.name for c in case.work.candidates}:
                     case.failed[message["function"]] = Broken(message["reason"])
+                elif kind == "failed":
+                    case.absent[message["function"]] = message["reason"]
                 elif kind == "rung":
                     race = _race(message)
                     case.stored |= {n: race.median(n) for n in race.samples if race.own(n)}
@@ -164,4 +168,5 @@ def measurement(attention: Attention, case: Case) -> Measurement:
         stopped=message["stopped"],
         failed=case.failed,
         compiler=", ".join(case.compilers) or None,
+        absent=tuple(f"{name}: {why}" for name, why in case.absent.items()),
     )

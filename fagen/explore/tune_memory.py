@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 from .. import __version__
@@ -22,7 +23,7 @@ class Forgetful:
     def failed(self, candidate: Candidate, problem: Problem) -> Failure | None:
         return None
 
-    def verified(self, candidate: Candidate) -> bool:
+    def verified(self, candidate: Candidate, problems: Sequence[Problem]) -> bool:
         return False
 
     def time_ms(self, candidate: Candidate, problem: Problem) -> Interval | None:
@@ -49,8 +50,9 @@ class StoreMemory:
         at = str(problem) if known.stage == "measure" else None
         return Failure(candidate.name, candidate.schedule, known.stage, at, f"{known.reason} (stored, {known.date})", known.bundle)
 
-    def verified(self, candidate: Candidate) -> bool:
-        return any(name == candidate.name and r is not None and r.stage == "timed" for (name, _), r in self._known.items())
+    def verified(self, candidate: Candidate, problems: Sequence[Problem]) -> bool:
+        """What was timed had been verified."""
+        return any(r is not None and r.stage == "timed" for r in (self._find(candidate, p) for p in problems))
 
     def time_ms(self, candidate: Candidate, problem: Problem) -> Interval | None:
         known = self._find(candidate, problem)

@@ -111,6 +111,8 @@ class Shape(Record):
     """Finalists that the measurement cannot tell from the winner."""
     reused: int
     """Candidates of which something was known from an earlier run."""
+    absent: tuple[str, ...] = ()
+    """Peers that were asked for and not timed, and why."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,8 @@ class Broken:
 @dataclass(frozen=True)
 class Measurement:
     """What became of a `Work`: each candidate has a rate, or stands in `failed`; or it failed on an earlier problem of the same run.
-    `final`: those in the last rung, the fastest first. `near`: of those, the ones within noise of the first. `compiler`: of the kernels."""
+    `final`: those in the last rung, the fastest first. `near`: of those, the ones within noise of the first. `compiler`: of the kernels.
+    `absent`: peers without a rate, and why."""
 
     rates: Mapping[str, Rate]
     peers: Mapping[str, Rate]
@@ -178,6 +181,7 @@ class Measurement:
     stopped: bool
     failed: Mapping[str, Broken]
     compiler: str | None
+    absent: tuple[str, ...] = ()
 
 
 Progressed = Callable[[Problem, Mapping[str, Rate]], None]

@@ -180,6 +180,8 @@ def measuring(request: Mapping[str, Any], channel: Channel) -> None:
                 raise LaunchError(f"{name} ended the GPU context: misaligned address")
 
         channel.send("about", compilers=["NVRTC 13"])
+        for peer in spec.peers:
+            channel.send("failed", case=number, function=peer, reason="absent: not installed")
         clock = NoisyClock(0.002, zlib.crc32(str(case.problem).encode()), before)
         beside = set(request["beside"])
         names = [n for n in tasks if n not in beside]

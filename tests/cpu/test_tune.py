@@ -17,6 +17,7 @@ import fagen
 from fagen import Attention, InputError, LaunchError, Schedule, cli, load, tuned
 from fagen.check import CaseResult as CheckResult
 from fagen.check import GpuRun
+from fagen.cli.bar import Bar
 from fagen.explore import bench_lab, tune_cluster, tune_run
 from fagen.explore.tune import silent
 from fagen.explore.tune_result import Broken, Candidate, TuneResult
@@ -295,6 +296,22 @@ def test_the_command_works_on_a_cluster(
         capsys, "fa3", "--shape", "4,16,16,4096,4096", "--over", "tile_kv=80:96", "--cluster", "there:8786", "--json"
     )
     assert code == 0 and asked == ["there:8786"] and json.loads(out)["gpu"] == "NVIDIA H200 NVL"
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Bar("compiling", 2) as bar:
+        bar.step("a")
+    assert capsys.readouterr().err.startswith("fagen: compiling 0/2 …\n")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for total in (2, None):
+        with Bar("compiling", total) as bar:
+            bar.step("kernel a")
+            bar.step("kernel b")
+        out, err = capsys.readouterr()
+        assert out == "" and "compiling" in err and ("0/2" in err or "2/2" in err or total is None)
 
 
 def test_a_start_that_is_no_good_with_the_known_left_out(

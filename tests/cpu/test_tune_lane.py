@@ -37,21 +37,22 @@ def candidates(*names: str, beside: tuple[str, ...] = ()) -> tuple[Candidate, ..
 
 
 def race(
-    work: list[Work], folder: Path, told: list[tuple[Problem, set[str]]] | None = None, gpu: str | None = None
+    work: list[Work], folder: Path, told: list[tuple[Problem, set[str]]] | None = None, peers: tuple[str, ...] = ()
 ) -> list[Measurement]:
     def progressed(problem: Problem, rates: Mapping[str, Rate]) -> None:
         if told is not None:
             told.append((problem, set(rates)))
 
     return tune_lane.race_on(
-        FULL, work, (), 14, lambda _: None, progressed, None, folder=folder, seed=0, bundles=folder / "repro", gpu=gpu
+        FULL, work, peers, 14, lambda _: None, progressed, None, folder=folder, seed=0, bundles=folder / "repro", gpu=None
     )
 
 
 def test_the_fastest_right_one_wins_and_what_fails_is_named(fakes: list[str], tmp_path: Path) -> None:
     some = candidates("a-1.5", "b-1.0", "c-1.2", "d-1.001", "e-0.5-wrong", "f-0.4-crash", "g-0.3-hang", beside=("t-0.99",))
     told: list[tuple[Problem, set[str]]] = []
-    (found,) = race([Work(LONG, some)], tmp_path, told)
+    (found,) = race([Work(LONG, some)], tmp_path, told, ("cudnn",))
+    assert found.absent == ("cudnn: absent: not installed",)
     assert found.final[0] == "b-1.0" and found.near == ("d-1.001",) and "t-0.99" in found.rates
     assert found.failed["e-0.5-wrong"].reason == "wrong: error 3 > 1" and found.failed["e-0.5-wrong"].bundle is None
     assert "signal SIGABRT" in found.failed["f-0.4-crash"].reason
