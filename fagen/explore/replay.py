@@ -171,11 +171,11 @@ class _Sm:
         line.multiplying = False
 
     def _mma_sync(self, line: Line, product: P.Product) -> Actor:
-        for _ in range(product.count):
-            now = self.engine.now
-            operands = self.smem.serve(now, product.smem / P.SMEM_BYTES)
-            yield max(operands, *(self.tensor[p].serve(now, product.clocks) for p in line.parts))
-        yield self.engine.now + P.HMMA_LATENCY
+        """A warp's product is served whole, since schedulers favour the older warp: warps that began together drift apart, and one's softmax
+        runs under the next one's product."""
+        now, count = self.engine.now, product.count
+        operands = self.smem.serve(now, count * product.smem / P.SMEM_BYTES)
+        yield max(operands, *(self.tensor[p].serve(now, count * product.clocks) for p in line.parts)) + P.HMMA_LATENCY
 
     def _mma_wait(self, line: Line, step: S.MmaWait) -> Actor:
         if len(line.groups) > step.pending:
