@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from fagen import InputError, LaunchError
 from fagen.explore import tune, tune_cluster
 from fagen.explore.tune_cluster import Cluster
 from fagen.explore.tune_memory import Forgetful
-from fagen.explore.tune_result import Broken
+from fagen.explore.tune_result import Broken, Candidate
 from fagen.explore.tune_space import Space
 
 distributed = pytest.importorskip("distributed", reason="dask.distributed is not installed (extra: cluster)")
@@ -47,6 +48,13 @@ class Machine(FakeRunner):
 class Broken2(Machine):
     def race(self, *_: Any, **__: Any) -> Any:
         raise ValueError("a fault of ours")
+
+
+class Slow(Machine):
+    def compile(self, attention: Any, candidates: Any, heard: Any, expired: Any) -> Any:
+        time.sleep(0.3)
+        super().compile(attention, candidates, heard, expired)
+        return {c.name: None for c in candidates}
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +105,11 @@ def test_without_dask_the_option_says_what_is_missing(monkeypatch: pytest.Monkey
     monkeypatch.setitem(__import__("sys").modules, "distributed", None)
     with pytest.raises(InputError, match=r"--cluster: needs dask.distributed .*pip install 'fagen\[cluster\]'"):
         tune_cluster.connect("127.0.0.1:1")
+
+
+def test_what_is_not_begun_in_time_is_left_out(client: Any, tmp_path: Path) -> None:
+    """The budget is used up behind the first answer: what waits is cancelled, and what came is kept."""
+    runner = Cluster(client, tmp_path, workshop=f"{__name__}:Slow")
+    candidates = [Candidate(f"c.{16 * i}", FA3.replace(tile_kv=16 * i)) for i in range(2, 42)]
+    reasons = runner.compile(FULL, candidates, lambda _: None, lambda: True)
+    assert 4 <= len(reasons) < 40 and len(list(tmp_path.glob("*.cubin"))) == len(reasons)
