@@ -49,6 +49,8 @@ class GuardError(LaunchError):
 
     def __init__(self, kind: str, doing: str, detail: str, log: str = "", record: tuple[int, ...] = ()):
         self.kind, self.doing, self.detail, self.log, self.record = kind, doing, detail, log, record
+        self.bundle: str | None = None
+        """Where `explained` wrote its repro bundle."""
         super().__init__(f"{doing}: {detail}")
 
     def __reduce__(self) -> tuple[type, tuple[str, str, str, str, tuple[int, ...]]]:
@@ -273,6 +275,7 @@ def explained(failure: GuardError, built: Built, facts: Mapping[str, Any], root:
     lines = [str(failure), *filter(None, [record_text(failure, built.plan)])]
     if root is not None:
         folder = write_bundle(built, facts, failure, root)
+        failure.bundle = str(folder)
         lines.append(f"repro bundle: {folder} (rerun: fagen repro {folder}; with --debug it names the barrier that hangs)")
     return LaunchError("\n".join(lines))
 

@@ -24,6 +24,7 @@ COMMANDS = {
     "bench": "Time schedules beside cuDNN and FlashAttention 2 and 3.",
     "tune": "Find the fastest schedule for some sizes.",
     "trace": "What each warp role does when: a timeline from inside the kernel.",
+    "model": "Predicted beside measured times: how well the model ranks schedules.",
     "explain": "Loop nest, memory and registers of a kernel, and what binds it.",
     "diff": "Knobs, programs, code and instructions of two schedules side by side.",
     "prove": "Prove a kernel's synchronisation for every trip count that matters.",

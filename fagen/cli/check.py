@@ -137,7 +137,7 @@ def _accuracy(
 ) -> int:
     from . import accuracy as acc
     from .bench import check_output
-    from .tune import write_file
+    from .tune_options import write_file
 
     if as_json and markdown:
         raise InputError("--markdown", "given beside --json; one of them is enough")

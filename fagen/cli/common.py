@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import json
 import sys
@@ -70,12 +71,20 @@ def parse_settings(settings: Sequence[str], causal: bool = False) -> dict[str, A
             raise InputError("--set", f"no knob {name!r} in an attention or a schedule; {hint}")
         if name in changes:
             raise InputError("--set", f"{name} is given twice: {changes[name]!r} and {value.strip()}")
-        changes[name] = parse_value(value)
+        changes[name] = field_value(name, value)
     if causal:
         if changes.get("mask", "causal") != "causal":
             raise InputError("--causal", f"contradicts --set mask={changes['mask']}")
         changes["mask"] = "causal"
     return changes
+
+
+def field_value(name: str, text: str) -> Any:
+    """A value for a field of the attention or the schedule: "none" is None only where the field knows None (overlap's is a word)."""
+    if text.strip().lower() == "none":
+        fields = {f.name: str(f.type) for of in (Attention, Schedule) for f in dataclasses.fields(of)}
+        return None if "None" in fields[name] else "none"
+    return parse_value(text)
 
 
 def parse_value(text: str) -> Any:

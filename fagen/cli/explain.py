@@ -171,7 +171,7 @@ def _print_costs(answer: dict[str, Any]) -> None:
     columns = [_cells(k) for k in answer["counts"].values()]
     for name in dict.fromkeys(n for cells in columns for n in cells):
         table.add_row(name, *(cells.get(name, "") for cells in columns))
-    common.write(table, answer["sentence"])
+    common.write(table, f"Predicted: {answer['predicted_us']:,.1f} µs a launch.", answer["sentence"])
 
 
 def _cells(k: dict[str, Any]) -> dict[str, str]:

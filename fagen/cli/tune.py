@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,19 +15,19 @@ import click
 
 from ..errors import InputError
 from . import common
+from .bar import Bar
+from .tune_options import parse_axes, parse_budget, problems_of, write_file
 
 if TYPE_CHECKING:
-    from rich.table import Table as RichTable
-
-    from ..explore.tune import Failure, Prepared, TuneResult
-    from ..explore.tune_run import Workshop
-    from ..explore.tune_space import Space
-    from ..plan.kernel import Problem
+    from ..explore.tune import Memory
+    from ..explore.tune_result import Candidate, Gpu, Prepared, Runner, TuneResult
+    from ..explore.tune_space import Axes, Space
+    from ..schedule import Schedule
     from ..tuned import Table
 
-SHOWN = 5
-"""Candidates a problem shows."""
 PEERS = "cudnn,fa2,fa3"
+COMPILE_SHARE = 0.5
+"""Of a budget: after that no compilation begins."""
 
 
 @click.command()
@@ -34,181 +36,292 @@ PEERS = "cudnn,fa2,fa3"
 @click.option(
     "--grid", metavar="NAME", help="Tune for the sizes of a grid of `fagen bench`. Default: paper, unless --shape is given."
 )
+@common.set_option
+@common.causal_option
 @click.option(
     "--over",
     multiple=True,
     metavar="KNOB=A:B:…",
-    help="Try these values of a knob, such as stages=2:3:4,3; repeatable. Default: the axes that matter at this head_dim.",
+    help="Try these values of a knob, such as stages=2:3:4,3; repeatable. Default: every knob that matters at this head_dim.",
 )
-@common.set_option
-@common.causal_option
-@click.option("--vs", default=PEERS, show_default=True, metavar="PEERS", help="Peers to time beside the finalists, or none.")
-@click.option("--rounds", type=click.IntRange(1), default=10, show_default=True, help="Measurements of each finalist.")
-@click.option("--jobs", type=click.IntRange(1), help="Compilations at a time. Default: one a CPU core.")
+@click.option(
+    "--exclude-known", is_flag=True, help="Leave the built-in and the tuned schedules out, and time the tuned one beside."
+)
+@click.option("--keep", type=click.IntRange(1), default=24, show_default=True, help="Schedules that the model keeps of each size.")
+@click.option("--budget", metavar="TIME", help="Come to an end within this time, such as 300s or 5m, with what is known by then.")
+@click.option("--store", metavar="DIR", help="Keep a JSON record of every candidate there, written as soon as it is known.")
+@click.option("--resume", is_flag=True, help="Reuse the records of --store.")
+@click.option("--cluster", metavar="ADDRESS", help="Work on the workers of this dask scheduler (host:port), one GPU each.")
+@click.option("--vs", default=PEERS, show_default=True, metavar="PEERS", help="Peers to time beside the last candidates, or none.")
+@click.option(
+    "--rounds", type=click.IntRange(1), default=14, show_default=True, help="Measurements of each candidate that gets to the end."
+)
+@click.option("--jobs", type=click.IntRange(1), help="Processes at a time on the CPU. Default: one a core.")
 @click.option("--build-only", metavar="DIR", help="Compile the candidates into DIR, and stop. Needs no GPU.")
 @click.option("--from", "folder", metavar="DIR", help="Measure the candidates that --build-only left there. Needs no compiler.")
 @click.option("--table", metavar="FILE", help="Put the winners into this tuned table; a new one begins as a copy of fagen's own.")
 @click.option("--output", metavar="FILE", help="Write the results there as JSON.")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the random inputs.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the random inputs, and of a sampled space.")
 @common.json_option
-def command(
-    schedule: str,
-    shapes: tuple[str, ...],
-    grid: str | None,
-    over: tuple[str, ...],
-    settings: tuple[str, ...],
-    causal: bool,
-    vs: str,
-    rounds: int,
-    jobs: int | None,
-    build_only: str | None,
-    folder: str | None,
-    table: str | None,
-    output: str | None,
-    seed: int,
-    as_json: bool,
-) -> int:
+def command(**options: Any) -> int:
     """Find the fastest schedule for some sizes, around SCHEDULE.
 
-    All combinations of some knobs are checked for legality and compiled in parallel; each candidate is compared with float64, then all
-    are timed in rotating order on each size, and the fastest once more beside the peers. Those that fail are listed with the reason.
-    --set fixes a knob. Exit code 1 if nothing could be compiled, or a size has no winner.
+    Combinations of knobs around SCHEDULE (as --set changes it) are checked for legality; the model keeps those with a chance; these are compiled
+    in parallel and compared with float64, then raced in rotating order on each size: the slower half drops out, rounds double, and the
+    last ones are timed beside the peers. Those that fail are listed with the reason. Exit code 1 if nothing could be compiled, or a size
+    has no winner.
     """
-    from ..evidence import variant_id
-    from ..explore import tune, tune_run
-    from ..explore.bench import check_peers
-    from ..explore.bench_lab import check_device
-
-    item = common.select([schedule], settings, causal)[0]
-    name = f"{item.stem}.{variant_id(item.attention)}"
-    problems = _problems(item, shapes, grid)
-    peers = tuple(dict.fromkeys(n.strip() for n in vs.split(",") if n.strip() not in ("", "none")))
-    check_peers(peers)
-    _refuse_clashes(build_only, folder, table, output, over, item)
-    axes = parse_axes(over, settings)
-    space = None if folder else _space(item, axes, settings, table)
-    if not build_only:
-        check_device()
-    with tempfile.TemporaryDirectory(prefix="fagen-tune-") as scratch:
-        place = Path(build_only or folder or scratch)
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-        except OSError as e:
-            raise InputError("--build-only", f"{place} cannot be made: {e.strerror or e}") from e
-        workshop = tune_run.Workshop(place, jobs or os.cpu_count() or 1, seed=seed)
-        if table:
-            tune.check_buckets(problems, workshop.device().sms)
-        prepared = _prepared(space, item, name, workshop) if space else _read(folder or "", name, item)
-        if build_only:
-            write_file(tune_run.manifest(place, name), prepared.to_json() + "\n")
-            _tell_prepared(prepared, str(place), as_json)
-            return int(not prepared.candidates)
-        date = datetime.now(timezone.utc).date().isoformat()
-        with common.Progress("tuning", 0) as progress:
-            result = tune.tune(prepared, problems, workshop, date=date, peers=peers, rounds=rounds, heard=progress.step)
-    if output:
-        write_file(Path(output), result.to_json() + "\n")
-    if table:
-        _record(table, result)
-    if as_json:
-        common.write_json(result.to_dict())
-    else:
-        common.write(*_report(result))
-    return int(not result.ok)
+    return _Tune(**options).run()
 
 
-# what to try --------------------------------------------------------------------------------------------------------------
+class _Tune:
+    """One run of the command; the options are its attributes."""
+
+    def __init__(
+        self,
+        *,
+        schedule: str,
+        shapes: tuple[str, ...],
+        grid: str | None,
+        settings: tuple[str, ...],
+        causal: bool,
+        over: tuple[str, ...],
+        exclude_known: bool,
+        keep: int,
+        budget: str | None,
+        store: str | None,
+        resume: bool,
+        cluster: str | None,
+        vs: str,
+        rounds: int,
+        jobs: int | None,
+        build_only: str | None,
+        folder: str | None,
+        table: str | None,
+        output: str | None,
+        seed: int,
+        as_json: bool,
+    ):
+        from ..evidence import variant_id
+        from ..explore.bench import check_peers
+
+        self.began = time.time()
+        self.item = common.select([schedule], settings, causal)[0]
+        self.name = f"{self.item.stem}.{variant_id(self.item.attention)}"
+        self.problems = problems_of(self.item, shapes, grid)
+        self.peers = tuple(dict.fromkeys(n.strip() for n in vs.split(",") if n.strip() not in ("", "none")))
+        check_peers(self.peers)
+        self.budget = None if budget is None else parse_budget(budget)
+        self.axes = parse_axes(over)
+        self.exclude_known, self.keep, self.rounds, self.seed = exclude_known, keep, rounds, seed
+        self.store, self.resume, self.cluster, self.jobs = store, resume, cluster, jobs or os.cpu_count() or 1
+        self.build_only, self.folder, self.table, self.output, self.as_json = build_only, folder, table, output, as_json
+        self._refuse_clashes(over)
+        self.seconds: dict[str, float] = {}
+
+    def run(self) -> int:
+        from ..explore import tune_run
+        from ..explore.bench_lab import check_device
+
+        if not self.build_only and not self.cluster:
+            check_device()
+        with tempfile.TemporaryDirectory(prefix="fagen-tune-") as scratch:
+            place = Path(self.build_only or self.folder or scratch)
+            try:
+                place.mkdir(parents=True, exist_ok=True)
+            except OSError as e:
+                raise InputError("--build-only", f"{place} cannot be made: {e.strerror or e}") from e
+            runner: Runner
+            if self.cluster:
+                from ..explore.tune_cluster import Cluster, connect
+
+                runner = Cluster(connect(self.cluster), place, seed=self.seed)
+            else:
+                runner = tune_run.Workshop(place, self.jobs, seed=self.seed)
+            gpu = None if self.build_only else runner.device()
+            if self.table and gpu is not None:
+                from ..explore.tune import check_buckets
+
+                check_buckets(self.problems, gpu.sms)
+            memory = self._memory(gpu, place)
+            prepared = self._read() if self.folder else self._prepare(runner, gpu, memory)
+            if self.build_only:
+                write_file(tune_run.manifest(place, self.name), prepared.to_json() + "\n")
+                if self.as_json:
+                    common.write_json(prepared.to_dict())
+                else:
+                    from .tune_report import tell_prepared
+
+                    tell_prepared(prepared, str(place))
+                return int(not prepared.candidates)
+            result = self._measure(prepared, runner, memory)
+        self._leave(result)
+        return int(not result.ok)
+
+    # the phases -----------------------------------------------------------------------------------------------------------
+
+    def _prepare(self, runner: Runner, gpu: Gpu | None, memory: Memory) -> Prepared:
+        from ..explore import tune
+        from ..library import builtin_names
+        from ..tuned import BUILTIN
+
+        start = self.item.schedule
+        with self._phase("space"), Bar("looking at the rules"):
+            space, known, axes = self._space()
+        with self._phase("model"), Bar("predicting", None if space.sampled else len(space.candidates)) as bar:
+            space, times = tune.predicted(space, self.problems, runner, axes, bar.step)
+        candidates, lost = tune.pruned(space, times, self.problems, self._name, keep=self.keep, always=(start, *known))
+        common.note(
+            f"{self.name}: {len(space.candidates)} of {space.enumerated} schedules are legal"
+            f"{_left_out(space)}, {len(candidates)} kept by the model"
+        )
+        candidates = (*candidates, *self._beside(gpu, {c.schedule for c in candidates}))
+        again = [
+            f for c in candidates for p in self.problems[:1] if (f := memory.failed(c, p)) is not None and f.stage == "compile"
+        ]
+        if again:
+            common.note(f"{self.name}: {len(again)} did not compile in an earlier run, and are not compiled again")
+        todo = tuple(c for c in candidates if c.name not in {f.name for f in again})
+        base = self.item.stem if self.item.stem in builtin_names() else BUILTIN[self.item.attention.dtype]
+        with self._phase("compile"), Bar("compiling", len(todo)) as bar:
+            prepared = tune.prepare(space, todo, (*lost, *again), base, start, runner, bar.step, self._expired(COMPILE_SHARE))
+        by_name = {c.name: c for c in todo}
+        for f in prepared.failures:
+            if f.stage == "compile" and f.name in by_name:
+                for p in self.problems:
+                    memory.keep(by_name[f.name], p, f.stage, f.reason, None, f.bundle)
+        return prepared
+
+    def _measure(self, prepared: Prepared, runner: Runner, memory: Memory) -> TuneResult:
+        from ..explore import tune
+
+        deadline = None if self.budget is None else self.began + self.budget
+        with Bar("verifying and racing") as bar:
+            return tune.tune(
+                prepared,
+                self.problems,
+                runner,
+                date=_today(),
+                memory=memory,
+                peers=self.peers,
+                rounds=self.rounds,
+                heard=bar.step,
+                deadline=deadline,
+                seconds=self.seconds,
+                clock=time.monotonic,
+            )
+
+    def _leave(self, result: TuneResult) -> None:
+        from .tune_report import report
+
+        if self.output:
+            write_file(Path(self.output), result.to_json() + "\n")
+        if self.table:
+            _record(self.table, result)
+        if self.as_json:
+            common.write_json(result.to_dict())
+        else:
+            common.write(*report(result))
+
+    def _phase(self, name: str) -> _Phase:
+        return _Phase(name, self.seconds)
+
+    def _expired(self, share: float) -> Callable[[], bool]:
+        return lambda: self.budget is not None and time.time() > self.began + share * self.budget
+
+    # what there is to try -------------------------------------------------------------------------------------------------
+
+    def _name(self, schedule: Schedule) -> str:
+        return f"{self.name}.{schedule.id}"
+
+    def _space(self) -> tuple[Space, tuple[Schedule, ...], Axes]:
+        """The space, what is known for this head_dim (part of it, so that a winner is never slower than what it replaces, or left out), and the
+        knobs."""
+        from ..errors import FagenError
+        from ..explore.tune_space import default_axes, enumerate_space
+        from ..library import builtin_names, load
+        from ..tuned import builtin_tables, read
+
+        attention, start = self.item.attention, self.item.schedule
+        tables = [*builtin_tables(), *([read(self.table)] if self.table and Path(self.table).exists() else [])]
+        entries = [e for t in tables if t.arch == start.arch for e in t.entries if e.head_dim == attention.head_dim]
+        known = [e.schedule for e in entries if not e.unusable(attention)]
+        if self.exclude_known:
+            for name in builtin_names():
+                try:
+                    known.append(load(name, head_dim=attention.head_dim).schedule)
+                except FagenError:  # a built-in that has no tiles for this head_dim
+                    continue
+        axes = self.axes or default_axes(attention, start)
+        also, exclude = ((), known) if self.exclude_known else (known, ())
+        with common.refusing(self.item):
+            space = enumerate_space(attention, start, axes, also, exclude=exclude, seed=self.seed)
+        return space, tuple(also), axes
+
+    def _beside(self, gpu: Gpu | None, there: set[Schedule]) -> tuple[Candidate, ...]:
+        """With --exclude-known, what the tuned table has for each problem."""
+        from .. import tuned
+        from ..explore.tune_result import Candidate
+
+        if not self.exclude_known:
+            return ()
+        known = tuned.H200 if gpu is None else replace(tuned.H200, name=gpu.name, num_sms=gpu.sms)
+        chosen = (tuned.choose(self.item.attention, p, known).schedule for p in self.problems)
+        return tuple(Candidate(self._name(s), s, beside=True) for s in dict.fromkeys(chosen) if s not in there)
+
+    def _read(self) -> Prepared:
+        from ..explore.tune_run import read_prepared
+
+        prepared = read_prepared(self.folder or "", self.name)
+        if prepared.attention != self.item.attention:
+            raise InputError(
+                "--from", f"{self.folder} has candidates for {prepared.attention.label}, not for {self.item.attention.label}"
+            )
+        return prepared
+
+    def _memory(self, gpu: Gpu | None, place: Path) -> Memory:
+        from ..explore.tune_memory import Forgetful, StoreMemory
+        from ..explore.tune_run import compiler_of
+        from ..explore.tune_store import Store
+
+        if self.store is None or gpu is None:
+            return Forgetful()
+        compiler = compiler_of(place if self.folder else None)
+        return StoreMemory(Store(self.store), self.item.attention, gpu, compiler, _today(), place, self.resume)
+
+    def _refuse_clashes(self, over: Sequence[str]) -> None:
+        if self.build_only and self.folder:
+            raise InputError("--build-only", "compiles candidates, and --from takes compiled ones; one of them is enough")
+        if self.build_only and (self.table or self.output or self.store or self.cluster or self.budget):
+            raise InputError(
+                "--build-only", "measures nothing, so there is nothing for --table, --output, --store, --cluster or --budget"
+            )
+        if self.folder and (over or self.exclude_known):
+            raise InputError(
+                "--over" if over else "--exclude-known", "has no effect on candidates that are compiled already (--from)"
+            )
+        if self.folder and not Path(self.folder).is_dir():
+            raise InputError("--from", f"there is no folder {self.folder}")
+        if self.resume and not self.store:
+            raise InputError("--resume", "needs the --store that an earlier run wrote")
+        if self.table and self.item.schedule.arch != "sm_90a":
+            raise InputError("--table", f"holds schedules for sm_90a; {self.item.stem} is for {self.item.schedule.arch}")
+        for option, path in (("--table", self.table), ("--output", self.output)):
+            if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
+                raise InputError(option, f"{path} cannot be written: it is a folder, or lies in none")
 
 
-def parse_axes(over: Sequence[str], settings: Sequence[str]) -> dict[str, tuple[Any, ...]]:
-    """`--over knob=a:b` … as axes. InputError for what is no knob of a schedule, given twice, or fixed by --set."""
-    from ..schedule import Schedule
+class _Phase:
+    """Notes how long something takes."""
 
-    fixed = common.parse_settings(settings)
-    axes: dict[str, tuple[Any, ...]] = {}
-    for text in over:
-        knob, equals, values = text.partition("=")
-        knob = knob.strip().replace("-", "_")
-        if not equals or not values.strip():
-            raise InputError("--over", f"{text!r} is not knob=value:value, such as tile_kv=96:128")
-        if knob not in Schedule.field_names():
-            import difflib
+    def __init__(self, name: str, into: dict[str, float]):
+        self._name, self._into = name, into
 
-            near = difflib.get_close_matches(knob, Schedule.field_names())
-            hint = f"did you mean {' or '.join(near)}?" if near else f"knobs: {', '.join(Schedule.field_names())}"
-            raise InputError("--over", f"a schedule has no knob {knob!r}; {hint}")
-        if knob in axes:
-            raise InputError("--over", f"{knob} is given twice")
-        if knob in fixed:
-            raise InputError("--over", f"{knob} is fixed by --set {knob}={fixed[knob]}")
-        axes[knob] = tuple(dict.fromkeys(common.parse_value(v) for v in values.split(":")))
-    return axes
+    def __enter__(self) -> None:
+        self._began = time.monotonic()
 
-
-def _problems(item: common.Selected, shapes: Sequence[str], grid: str | None) -> tuple[Problem, ...]:
-    from ..check import parse_shape
-    from ..explore.bench import grid_problems
-    from ..plan.kernel import Problem
-
-    named = grid or (None if shapes else "paper")
-    wanted = list(grid_problems(named, item.attention.head_dim)) if named else []
-    parsed = [parse_shape(text) for text in shapes]
-    wanted += [Problem(p.batch, p.sq, p.sk, p.hq, p.hkv) for p in parsed]
-    for p in wanted:
-        if min(p.batch, p.sq, p.sk, p.hq) < 1:
-            raise InputError("--shape", f"{p}: every size must be at least 1 to be timed")
-    return tuple(dict.fromkeys(wanted))
-
-
-def _refuse_clashes(
-    build_only: str | None, folder: str | None, table: str | None, output: str | None, over: Sequence[str], item: common.Selected
-) -> None:
-    if build_only and folder:
-        raise InputError("--build-only", "compiles candidates, and --from takes compiled ones; one of them is enough")
-    if build_only and (table or output):
-        raise InputError("--build-only", "measures nothing, so there is nothing for --table or --output")
-    if folder and over:
-        raise InputError("--over", "has no effect on candidates that are compiled already (--from)")
-    if folder and not Path(folder).is_dir():
-        raise InputError("--from", f"there is no folder {folder}")
-    if table and item.schedule.arch != "sm_90a":
-        raise InputError("--table", f"holds schedules for sm_90a; {item.stem} is for {item.schedule.arch}")
-    for option, path in (("--table", table), ("--output", output)):
-        if path and (Path(path).is_dir() or not Path(path).absolute().parent.is_dir()):
-            raise InputError(option, f"{path} cannot be written: it is a folder, or lies in none")
-
-
-def _space(item: common.Selected, axes: dict[str, tuple[Any, ...]], settings: Sequence[str], table: str | None) -> Space:
-    """The combinations, and what the table has for this head_dim, so that a winner is never slower than what it replaces."""
-    from ..explore.tune_space import default_axes, enumerate_space
-    from ..tuned import builtin_tables, read
-
-    tables = [*builtin_tables(), *([read(table)] if table and Path(table).exists() else [])]
-    known = [e for t in tables if t.arch == item.schedule.arch for e in t.entries if e.head_dim == item.attention.head_dim]
-    also = [e.schedule for e in known if not e.unusable(item.attention)]
-    pinned = common.parse_settings(settings)
-    with common.refusing(item):
-        return enumerate_space(item.attention, item.schedule, axes or default_axes(item.attention, item.schedule), pinned, also)
-
-
-def _prepared(space: Space, item: common.Selected, name: str, workshop: Workshop) -> Prepared:
-    from ..explore import tune
-    from ..library import builtin_names
-    from ..tuned import BUILTIN
-
-    base = item.stem if item.stem in builtin_names() else BUILTIN[item.attention.dtype]
-    common.note(f"{name}: {len(space.candidates)} of {space.enumerated} schedules are legal{_counted(space.illegal)}")
-    with common.Progress("compiling", len(space.candidates)) as progress:
-        return tune.prepare(space, base, lambda s: f"{name}.{s.id}", workshop, progress.step)
-
-
-def _read(folder: str, name: str, item: common.Selected) -> Prepared:
-    from ..explore.tune_run import read_prepared
-
-    prepared = read_prepared(folder, name)
-    if prepared.attention != item.attention:
-        raise InputError("--from", f"{folder} has candidates for {prepared.attention.label}, not for {item.attention.label}")
-    return prepared
+    def __exit__(self, *_: object) -> None:
+        self._into[self._name] = time.monotonic() - self._began
 
 
 # what was found -----------------------------------------------------------------------------------------------------------
@@ -231,83 +344,11 @@ def beginning(gpu: str) -> Table:
     return known[0] if known else tuned.Table("sm_90a", gpu.removeprefix("NVIDIA "), ())
 
 
-def write_file(path: Path, text: str) -> None:
-    """Whole or not at all; InputError naming it."""
-    try:
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, prefix=f".{path.name}.", delete=False) as f:
-            f.write(text)
-        os.chmod(f.name, 0o644)
-        os.replace(f.name, path)
-    except OSError as e:
-        raise InputError(str(path), f"cannot be written: {e.strerror or e}") from e
+def _today() -> str:
+    return datetime.now(timezone.utc).date().isoformat()
 
 
-def _tell_prepared(prepared: Prepared, place: str, as_json: bool) -> None:
-    if as_json:
-        common.write_json(prepared.to_dict())
-        return
-    common.write(*_failures(prepared.failures))
-    common.write(f"{len(prepared.candidates)} candidates for {prepared.attention.label} compiled into {place}")
+def _left_out(space: Space) -> str:
+    from .tune_report import counted
 
-
-def _report(result: TuneResult) -> list[Any]:
-    prepared = result.prepared
-    head = (
-        f"{prepared.attention.label} on {result.gpu}: {prepared.enumerated} schedules, "
-        f"{len(prepared.candidates) + len(prepared.failures)} legal{_counted(prepared.illegal)}, {len(prepared.candidates)} compiled, "
-        f"{result.compiler or 'compiler unknown'}, driver {result.driver}"
-    )
-    foot = [f"{s.problem}: no candidate was left" for s in result.shapes if s.winner is None]
-    return [head, _table(result), *_failures((*prepared.failures, *result.failures)), *foot]
-
-
-def _table(result: TuneResult) -> RichTable:
-    from rich import box
-    from rich.table import Table
-
-    schedules = {c.name: c.schedule for c in result.prepared.candidates}
-    table = Table(box=box.SIMPLE, pad_edge=False)
-    table.add_column("B,HQ,HKV,SQ,SK", no_wrap=True)
-    for title in ("TFLOP/s", "interval", "vs best peer"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("schedule")
-    for shape in result.shapes:
-        best = shape.peers[0].tflops.median if shape.peers else None
-        first = str(shape.problem)
-        for rate in shape.final[:SHOWN]:
-            ratio = "" if best is None else f"{rate.tflops.median / best:.3f}"
-            cells = (f"{rate.tflops.median:.1f}", f"{rate.tflops.low:.1f}–{rate.tflops.high:.1f}", ratio)
-            mark = "  (winner)" if rate.name == shape.winner else ""
-            table.add_row(first, *cells, _knobs(result, schedules[rate.name].to_dict()) + mark)
-            first = ""
-        for peer in shape.peers:
-            table.add_row(first, f"{peer.tflops.median:.1f}", f"{peer.tflops.low:.1f}–{peer.tflops.high:.1f}", "", peer.name)
-            first = ""
-        table.add_section()
-    return table
-
-
-def _knobs(result: TuneResult, values: dict[str, Any]) -> str:
-    """The knobs in which the candidates differ."""
-    all_ = [c.schedule.to_dict() for c in result.prepared.candidates]
-    differ = [n for n in values if any(other[n] != values[n] for other in all_)]
-    return ", ".join(f"{n}={values[n]}" for n in differ) or "as given"
-
-
-def _failures(failures: Sequence[Failure]) -> list[str]:
-    """One line a reason, with how many candidates it befell."""
-    if not failures:
-        return []
-    groups: dict[tuple[str, str], list[Failure]] = {}
-    for f in failures:
-        whole = f.reason.replace(f.name, "it").splitlines()
-        groups.setdefault((f.stage, "; ".join(whole[:2])), []).append(f)
-    lines = []
-    for (stage, reason), of in groups.items():
-        ids = ", ".join(f.schedule.id for f in of[:4]) + (" …" if len(of) > 4 else "")
-        lines.append(f"  {stage}: {len(of)} × {reason} ({ids})")
-    return ["\n".join([f"failed ({len(failures)}):", *lines])]
-
-
-def _counted(illegal: dict[str, int]) -> str:
-    return f" ({', '.join(f'{n} break {code}' for code, n in illegal.items())})" if illegal else ""
+    return counted(space.illegal) + (f", {space.excluded} known ones left out" if space.excluded else "")

@@ -65,12 +65,21 @@ def _explained(
     failure: guard.GuardError, spec: BenchSpec, case: int | None, function: str | None, bundles: str | Path
 ) -> LaunchError:
     """The failure, and a bundle if one of our kernels was at work; else the end of the worker's output."""
+    folder = leave_bundle(failure, spec, case, function, bundles)
+    if folder is None:
+        said = failure.log.strip().splitlines()
+        return LaunchError(f"{failure}" + (f": {said[-1]}" if said else ""))
+    return LaunchError(f"{failure}\nrepro bundle: {folder} (rerun: fagen repro {folder})")
+
+
+def leave_bundle(
+    failure: guard.GuardError, spec: BenchSpec, case: int | None, function: str | None, bundles: str | Path
+) -> Path | None:
+    """A repro bundle of the kernel of the spec that was at work; None if it was none of them."""
     at = None if case is None else spec.cases[case]
     ref = None if at is None else next((k for k in at.kernels if k.label == function), None)
     if at is None or ref is None or ref.without:  # a bundle's kernel is checked when it runs again; one without something cannot be
-        said = failure.log.strip().splitlines()
-        return LaunchError(f"{failure}" + (f": {said[-1]}" if said else ""))
+        return None
     problem = CheckProblem(**dataclasses.asdict(at.problem), inputs=cast(Inputs, spec.inputs))
     facts = case_facts(problem, spec.seed, 1, False, {}, failure.detail)
-    folder = guard.write_bundle(load_built(ref.directory, ref.file), facts, failure, bundles)
-    return LaunchError(f"{failure}\nrepro bundle: {folder} (rerun: fagen repro {folder})")
+    return guard.write_bundle(load_built(ref.directory, ref.file), facts, failure, bundles)

@@ -11,6 +11,7 @@ from ..plan.text import loop_nest
 from ..report import CompileReport
 from .answers import answers
 from .machine import H200, Device
+from .model import Predicted, predict_time
 from .roofline import Cost, KernelCost, cost
 
 if TYPE_CHECKING:
@@ -39,13 +40,15 @@ def explain(
     times_us                    lower bounds in µs by resource: hbm, tensor, exp, parallelism, latency (summed over kernels)
     binds                       one of those
     bound_us                    what no launch can beat under the model
+    predicted_us                what a launch takes, by `model.predict_time`; by kernel: predicted_kernels_us
     counts                      by kernel: products, exponentials, bytes into and out of the SMs and of DRAM by tensor, CTAs
     and with `measured`
     measured                    the time on that problem and what is saved without softmax, loads, P·V or idle SMs (`shares.Measured`)
 
     InputError for a problem that the plan cannot be launched on.
     """
-    found = None if problem is None else predict(plan, problem, report, device)
+    predicted = None if problem is None else predict_time(plan, problem, device, _registers(report))
+    found = None if predicted is None else predicted.cost
     compiled = {k.name: k.registers_by_role for k in report.kernels} if report else {}
     several = len(plan.kernels) > 1
     return {
@@ -71,14 +74,18 @@ def explain(
         ],
         "registers": [line for k in plan.kernels for line in registers(k, compiled.get(k.name))],
         "answers": answers(plan, found.kernels if found else ()),
-        **(_costs(found) if found else {}),
+        **(_costs(predicted) if predicted else {}),
         **({"measured": measured.to_dict()} if measured else {}),
     }
 
 
 def predict(plan: Plan, problem: Problem, report: CompileReport | None = None, device: Device = H200) -> Cost:
     """`roofline.cost` with the registers that the compiler gave each kernel, where they are known."""
-    return cost(plan, problem, device, {k.name: k.registers for k in report.kernels} if report else None)
+    return cost(plan, problem, device, _registers(report))
+
+
+def _registers(report: CompileReport | None) -> dict[str, int] | None:
+    return {k.name: k.registers for k in report.kernels} if report else None
 
 
 def sentence(found: Cost) -> str:
@@ -101,7 +108,8 @@ def us(time: float) -> str:
     return f"{time:,.0f} µs" if time >= 1000 else f"{time:.3g} µs"
 
 
-def _costs(found: Cost) -> dict[str, Any]:
+def _costs(predicted: Predicted) -> dict[str, Any]:
+    found = predicted.cost
     p, d = found.problem, found.device
     return {
         "problem": {f: getattr(p, f) for f in ("batch", "sq", "sk", "hq", "hkv")},
@@ -109,6 +117,8 @@ def _costs(found: Cost) -> dict[str, Any]:
         "times_us": found.times_us,
         "binds": found.binds,
         "bound_us": found.bound_us,
+        "predicted_us": predicted.time_us,
+        "predicted_kernels_us": {k.name: t for k, t in zip(found.kernels, predicted.kernels_us)},
         "sentence": sentence(found),
         "counts": {k.name: counts(k) for k in found.kernels},
     }

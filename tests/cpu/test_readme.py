@@ -31,6 +31,7 @@ PAGES = (
     "docs/guide.md",
     "docs/schedule.md",
     "docs/trace.md",
+    "docs/tuning.md",
     "benchmarks/README.md",
 )
 SLOW = ("--variants",)

@@ -1,70 +1,76 @@
-"""Tuning without a GPU: what is tried, that broken candidates never win and never hide (case T01), and the command."""
+"""What tuning tries, the workshop's processes, and the command, without a GPU."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+import re
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_tuning import FA3, FULL, LONG, FakeRunner
 
 import fagen
 from fagen import Attention, InputError, LaunchError, Schedule, cli, load, tuned
 from fagen.check import CaseResult as CheckResult
-from fagen.explore import bench_lab, tune, tune_run
-from fagen.explore.bench_result import BenchSpec, CaseResult, Row, Timing
-from fagen.explore.timing import Interval, Reading
-from fagen.explore.tune import Candidate, Gpu, Measurement, Prepared, TuneResult, Work, prepare
+from fagen.check import GpuRun
+from fagen.cli.bar import Bar
+from fagen.explore import bench_lab, tune_cluster, tune_run
+from fagen.explore.tune import silent
+from fagen.explore.tune_result import Broken, Candidate, TuneResult
 from fagen.explore.tune_run import Workshop, verify_problems
 from fagen.explore.tune_space import Space, default_axes, enumerate_space
 from fagen.guard import GuardError
 from fagen.oracle import Verdict
-from fagen.plan.kernel import Problem
 
 HERE = Path(__file__).parent
-FULL = Attention(head_dim=128)
-FA3 = load("fa3").schedule
-SHORT, LONG = Problem(32, 512, 512, 16, 16), Problem(4, 4096, 4096, 16, 16)
 
 
 # what is tried ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("entry", tuned.builtin_tables()[0].entries, ids=lambda e: e.label)
-def test_default_spaces_contain_the_winners_of_the_table(entry: tuned.Entry) -> None:
-    attention, base = load("fa3", head_dim=entry.head_dim, dtype=entry.dtype, mask=entry.mask)
-    space = enumerate_space(attention, base, default_axes(attention, base))
-    assert entry.schedule in space.candidates
-    assert base in space.candidates and len(space.candidates) < 130
+@cache
+def space_of(name: str, head_dim: int, mask: str = "full") -> tuple[Attention, Schedule, Space]:
+    """The default space: some thousand schedules looked at."""
+    attention, base = load(name, head_dim=head_dim, mask=mask)
+    return attention, base, enumerate_space(attention, base, default_axes(attention, base))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_default_spaces_contain_the_winners_of_the_table(head_dim: int) -> None:
+    """Legality of what is tried does not depend on the mask; that is another test's matter."""
+    _, base, space = space_of("fa3", head_dim)
+    entries = [e for e in tuned.builtin_tables()[0].entries if e.head_dim == head_dim and e.base == "fa3"]
+    assert entries and {e.schedule for e in entries} <= set(space.candidates) and base in space.candidates
 
 
 def test_default_spaces_contain_fused_tiles() -> None:
     """Short sequences at head_dim 64 want long blocks with the next tile's first product under the epilogue."""
-    attention, base = load("fa3", head_dim=64, mask="causal")
+    _, base, space = space_of("fa3", 64)
     wanted = {"tile_q": 128, "consumers": 2, "tile_kv": 128, "stages": 4, "overlap": "within", "reference": "stale"}
-    space = enumerate_space(attention, base, default_axes(attention, base))
     assert base.replace(**wanted, fuse_tiles=True) in space.candidates and base.replace(**wanted) in space.candidates
 
 
-@pytest.mark.parametrize("name", ["fa2", "fa3", "fa3_fp8"])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize(
+    ("name", "head_dim", "mask"),
+    [("fa2", 64, "causal"), ("fa2", 128, "full"), ("fa3", 64, "full"), ("fa3", 128, "full"), ("fa3", 256, "full"), ("fa3_fp8", 128, "causal")],
+)  # fmt: skip
 def test_every_built_in_has_a_default_space_of_legal_schedules(name: str, head_dim: int, mask: str) -> None:
-    attention, base = load(name, head_dim=head_dim, mask=mask)
-    space = enumerate_space(attention, base, default_axes(attention, base))
+    attention, _, space = space_of(name, head_dim, mask)
     assert len(space.candidates) >= 5 and len(set(space.candidates)) == len(space.candidates)
-    for schedule in space.candidates:
+    for schedule in space.candidates[::40]:
         tuned.check(attention, schedule)
+        tuned.check(attention.replace(mask="causal"), schedule)
 
 
 def test_illegal_combinations_are_counted_by_code() -> None:
     space = enumerate_space(FULL, FA3, {"tile_kv": (96, 100, 128), "stages": (1, 2, 3, 9)})
-    assert space.enumerated == 1 + 12  # fa3 itself has 176 keys
-    assert space.illegal == {"tile-kv": 4, "stages": 3}
-    wanted = {(176, 2)} | {(tile_kv, stages) for tile_kv in (96, 128) for stages in (1, 2, 3)}
+    assert space.combinations == 12 and space.enumerated == 12 + 4  # fa3 itself has 176 keys, and three neighbours by its stages
+    assert space.illegal == {"tile-kv": 4, "stages": 4, "smem": 1}
+    wanted = {(176, 1), (176, 2)} | {(tile_kv, stages) for tile_kv in (96, 128) for stages in (1, 2, 3)}
     assert {(s.tile_kv, s.stages) for s in space.candidates} == wanted
 
 
@@ -76,10 +82,22 @@ def test_tile_q_follows_the_consumers_unless_it_is_asked_for() -> None:
     assert {(s.consumers, s.tile_q) for s in asked.candidates} == {(2, 128), (3, 192)} and asked.illegal == {"tile-q": 2}
 
 
-def test_pinned_knobs_stay_and_more_schedules_join_once() -> None:
+def test_more_schedules_join_once_and_known_ones_are_left_out() -> None:
     known = FA3.replace(tile_kv=112, stages=1)
-    space = enumerate_space(FULL, FA3, default_axes(FULL, FA3), pinned=("tile_kv",), also=(known, FA3))
-    assert {s.tile_kv for s in space.candidates} == {176, 112} and known in space.candidates
+    space = enumerate_space(FULL, FA3, {"stages": (1, 2)}, (known, FA3))
+    assert {s.tile_kv for s in space.candidates} == {176, 112} and len(space.candidates) == 3
+    without = enumerate_space(FULL, FA3, {"stages": (1, 2)}, (known,), exclude=[FA3, known])
+    assert [s.stages for s in without.candidates] == [1] and without.excluded == 2
+    with pytest.raises(InputError, match="--exclude-known: leaves nothing: all 1 legal schedules are known"):
+        enumerate_space(FULL, FA3, {"stages": (2,)}, exclude=[FA3])
+
+
+def test_a_large_space_is_sampled_by_seed_with_the_neighbours_of_the_start() -> None:
+    axes = default_axes(FULL, FA3)
+    some = enumerate_space(FULL, FA3, axes, most=200, seed=1)
+    assert some.combinations == 3456 and 100 < some.enumerated < 260
+    assert some == enumerate_space(FULL, FA3, axes, most=200, seed=1) != enumerate_space(FULL, FA3, axes, most=200, seed=2)
+    assert {FA3.replace(stages=1), FA3.replace(overlap="within")} <= set(some.candidates)
 
 
 @pytest.mark.parametrize(
@@ -106,181 +124,6 @@ def test_verification_covers_what_breaks_kernels() -> None:
     assert "descaled" in {p.inputs for p in verify_problems(Attention(head_dim=128, dtype="e4m3"), load("fa3_fp8").schedule)}
 
 
-# case T01: broken candidates, on a fake runner ------------------------------------------------------------------------------
-
-
-def interval(x: float) -> Interval:
-    return Interval(x, x - 1, x + 1, 0.97)
-
-
-@dataclass
-class FakeRunner:
-    """A machine on which each candidate does what its fault says, at a speed that its tile_kv tells. The broken ones are the fastest."""
-
-    faults: Mapping[int, str] = field(default_factory=dict)
-    speed: Callable[[Schedule, Problem], float] = lambda s, p: float(s.tile_kv)
-    name: str = "NVIDIA H200"
-    measured: list[tuple[Problem, tuple[int, ...], tuple[str, ...], int]] = field(default_factory=list)
-    verified: list[int] = field(default_factory=list)
-
-    def fault(self, candidate: Candidate) -> str:
-        return self.faults.get(candidate.schedule.tile_kv, "")
-
-    def device(self) -> Gpu:
-        return Gpu(self.name, 132, "580.1, CUDA 13.0")
-
-    def compile(self, attention: Attention, candidates: Sequence[Candidate], heard: Any) -> dict[str, str]:
-        reasons = {
-            "does not compile": "error: expected a ';'",
-            "spills": "spills 24 bytes",
-            "crashes the compiler": "signal SIGSEGV",
-        }
-        return {c.name: reasons.get(self.fault(c), "") for c in candidates}
-
-    def verify(self, attention: Attention, candidates: Sequence[Candidate], heard: Any) -> dict[str, str]:
-        self.verified += [c.schedule.tile_kv for c in candidates]
-        reasons = {
-            "writes half the rows": "64 of 128 elements of out are NaN",
-            "does nothing": "128 of 128 elements of out are NaN",
-            "asks for too much shared memory": "cuFuncSetAttribute failed: CUDA_ERROR_INVALID_VALUE",
-            "traps": "the worker's process ended",
-        }
-        return {c.name: reasons.get(self.fault(c), "") for c in candidates}
-
-    def measure(
-        self, attention: Attention, work: Sequence[Work], peers: Sequence[str], rounds: int, heard: Any
-    ) -> list[Measurement]:
-        found = []
-        for w in work:
-            self.measured.append((w.problem, tuple(c.schedule.tile_kv for c in w.candidates), tuple(peers), rounds))
-            wrong = {c.name for c in w.candidates if self.fault(c) == "wrong when long" and w.problem.sk > 1000}
-            rates = {c.name: interval(self.speed(c.schedule, w.problem)) for c in w.candidates if c.name not in wrong}
-            found.append(
-                Measurement(rates, {n: interval(90.0) for n in peers}, dict.fromkeys(wrong, "wrong: error 3 > 1"), "NVRTC 13")
-            )
-        return found
-
-
-def prepared(runner: Any, tiles: Sequence[int] = (80, 96, 112, 128, 144, 160, 176), base: str = "fa3") -> Prepared:
-    space = Space(FULL, tuple(FA3.replace(tile_kv=t) for t in tiles), 9, {"smem": 2})
-    return prepare(space, base, lambda s: f"c.{s.tile_kv}", runner)
-
-
-def tuned_by(
-    runner: Any, problems: Sequence[Problem] = (LONG,), tiles: Sequence[int] = (80, 96, 112, 128, 144, 160, 176), **options: Any
-) -> TuneResult:
-    return tune.tune(prepared(runner, tiles), problems, runner, date="2026-11-29", **options)
-
-
-FAULTS = {
-    176: "writes half the rows",
-    160: "does nothing",
-    144: "does not compile",
-    128: "asks for too much shared memory",
-    112: "traps",
-}
-
-
-def test_only_right_candidates_are_timed_and_the_slow_right_one_wins() -> None:
-    runner = FakeRunner(FAULTS)
-    result = tuned_by(runner)
-    assert result.ok and result.shapes[0].winner == "c.96"
-    assert 144 not in runner.verified
-    assert [tiles for _, tiles, _, _ in runner.measured] == [(80, 96)]
-
-
-def test_every_failure_is_kept_with_its_stage_and_reason() -> None:
-    result = tuned_by(FakeRunner(FAULTS))
-    (compiled,) = result.prepared.failures
-    assert (compiled.name, compiled.stage, compiled.reason) == ("c.144", "compile", "error: expected a ';'")
-    kept = {f.name: (f.stage, f.reason) for f in result.failures}
-    assert kept == {
-        "c.176": ("verify", "64 of 128 elements of out are NaN"),
-        "c.160": ("verify", "128 of 128 elements of out are NaN"),
-        "c.128": ("verify", "cuFuncSetAttribute failed: CUDA_ERROR_INVALID_VALUE"),
-        "c.112": ("verify", "the worker's process ended"),
-    }
-
-
-def test_a_candidate_that_is_wrong_on_one_problem_wins_on_none() -> None:
-    runner = FakeRunner({176: "wrong when long"})
-    result = tuned_by(runner, (SHORT, LONG), tiles=(96, 176))
-    assert [s.winner for s in result.shapes] == ["c.96", "c.96"]
-    (failure,) = result.failures
-    assert (failure.stage, failure.problem) == ("measure", str(LONG))
-    assert "c.176" not in {r.name for s in result.shapes for r in s.final}
-
-
-def test_a_wrong_candidate_of_the_screen_is_no_finalist() -> None:
-    runner = FakeRunner({176: "wrong when long"})
-    result = tuned_by(runner, (SHORT, LONG), finalists=2)
-    assert [s.winner for s in result.shapes] == ["c.160", "c.160"]
-    assert all(176 not in tiles for _, tiles, _, _ in runner.measured[2:])
-
-
-def test_many_candidates_are_screened_and_few_meet_the_peers() -> None:
-    runner = FakeRunner(speed=lambda s, p: 1e3 - abs(s.tile_kv - (96 if p == SHORT else 144)))
-    result = tuned_by(runner, (SHORT, LONG), peers=("cudnn", "fa3"), rounds=9, finalists=3)
-    assert [(p, peers, rounds) for p, _, peers, rounds in runner.measured] == [
-        (SHORT, (), tune.SCREEN_ROUNDS),
-        (LONG, (), tune.SCREEN_ROUNDS),
-        (SHORT, ("cudnn", "fa3"), 9),
-        (LONG, ("cudnn", "fa3"), 9),
-    ]
-    assert set(runner.measured[2][1]) == {80, 96, 112} and set(runner.measured[3][1]) == {128, 144, 160}
-    assert [s.winner for s in result.shapes] == ["c.96", "c.144"]
-    assert len(result.shapes[0].screened) == 7 and [r.name for r in result.shapes[0].peers] == ["cudnn", "fa3"]
-
-
-def test_nothing_left_is_no_winner_and_no_entry() -> None:
-    result = tuned_by(FakeRunner(dict.fromkeys((80, 96), "does nothing")), tiles=(80, 96))
-    assert not result.ok and tune.entries(result) == () and len(result.failures) == 2
-    nothing = tuned_by(FakeRunner(dict.fromkeys((80, 96), "does not compile")), tiles=(80, 96))
-    assert not nothing.ok and len(nothing.prepared.failures) == 2
-
-
-def test_results_round_trip() -> None:
-    result = tuned_by(FakeRunner(FAULTS), (SHORT, LONG), peers=("fa3",))
-    assert TuneResult.from_json(result.to_json()) == result
-    assert Prepared.from_json(result.prepared.to_json()) == result.prepared
-
-
-def test_winners_become_entries_that_choose_finds(tmp_path: Path) -> None:
-    runner = FakeRunner(FAULTS | {96: "writes half the rows"})
-    result = tuned_by(runner, (SHORT, LONG), peers=("cudnn", "fa3"))
-    first, second = tune.entries(result)
-    assert first.bucket == tuned.Bucket(512, "many") and second.bucket == tuned.Bucket(4096, "many")
-    assert second.measured == tuned.Measured(
-        str(LONG), 80.0, "cudnn", 90.0, "NVIDIA H200", "580.1, CUDA 13.0", "NVRTC 13", fagen.__version__, "2026-11-29"
-    )
-    table = tuned.record(tmp_path / "t.json", (first, second), tuned.builtin_tables()[0])
-    assert tuned.choose(FULL, LONG, tuned.H200, [table]).schedule.tile_kv == 80
-
-
-def test_a_winner_is_for_its_own_key(tmp_path: Path) -> None:
-    """Tuned for 4096 keys; asked for 48 keys, another dtype, the other mask, another GPU: an entry of theirs, or the nearest, said so."""
-    table = tuned.record(tmp_path / "t.json", tune.entries(tuned_by(FakeRunner())), tuned.Table("sm_90a", "H200", ()))
-    own = tuned.choose(FULL, LONG, tuned.H200, [table])
-    assert own.schedule.tile_kv == 176 and own.why.startswith("the tuned table's entry for")
-    h100 = tuned.KnownDevice("NVIDIA H100", (9, 0), 132, 227 << 10)
-    for attention, problem, device in (
-        (FULL, Problem(4, 4096, 48, 16, 16), tuned.H200),
-        (FULL.replace(dtype="fp16"), LONG, tuned.H200),
-        (FULL.replace(mask="causal"), LONG, tuned.H200),
-        (FULL, LONG, h100),
-    ):
-        other = tuned.choose(attention, problem, device, [table])
-        assert "has no entry for" in other.why and "the nearest is hd128 bf16 full, seqlen_k 4096" in other.why
-    assert tuned.choose(FULL.replace(dtype="e4m3"), LONG, tuned.H200, [table]).entry is None
-
-
-def test_two_problems_of_a_bucket_are_refused() -> None:
-    near = Problem(4, 4000, 4200, 16, 16)
-    tune.check_buckets([SHORT, LONG, LONG], 132)
-    with pytest.raises(InputError, match=f"{LONG} and {near} are in one bucket"):
-        tune.check_buckets([SHORT, LONG, near], 132)
-
-
 # the workshop: compiling in processes -----------------------------------------------------------------------------------------
 
 
@@ -290,7 +133,7 @@ def compile_with_faults(request: Mapping[str, Any], channel: Any) -> None:
         channel.doing(f"{job['name']} is compiled", 60)
         if job["schedule"]["tile_kv"] in (96, 144):
             os.abort()
-        channel.send("done_one", name=job["name"], reason="")
+        channel.send("done_one", name=job["name"], answer="")
 
 
 def test_a_compiler_that_crashes_costs_its_candidate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -299,20 +142,31 @@ def test_a_compiler_that_crashes_costs_its_candidate(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(tune_run, "MOST_AT_ONCE", 3)
     heard: list[str] = []
     candidates = [Candidate(f"c.{t}", FA3.replace(tile_kv=t)) for t in (80, 96, 112, 128, 144, 160)]
-    reasons = Workshop(tmp_path, 1).compile(FULL, candidates, heard.append)
-    assert {n for n, why in reasons.items() if why} == {"c.96", "c.144"}
-    assert "signal SIGABRT" in reasons["c.96"] and reasons["c.96"].startswith("c.96 is compiled")
+    reasons = Workshop(tmp_path, 1).compile(FULL, candidates, heard.append, lambda: False)
+    broken = {n: why.reason for n, why in reasons.items() if why}
+    assert set(broken) == {"c.96", "c.144"}
+    assert "signal SIGABRT" in broken["c.96"] and broken["c.96"].startswith("c.96 is compiled")
     assert sorted(heard) == sorted(reasons) == sorted(c.name for c in candidates)
 
 
 def test_candidates_are_built_for_another_machine(tmp_path: Path) -> None:
-    schedules = (FA3.replace(tile_kv=80), FA3.replace(tile_kv=100))
-    space = Space(FULL, schedules, 2, {})
-    done = prepare(space, "fa3", lambda s: f"c.{s.tile_kv}", Workshop(tmp_path, 2))
-    assert [c.name for c in done.candidates] == ["c.80"]
-    (failure,) = done.failures
-    assert failure.name == "c.100" and "[tile-kv]" in failure.reason
+    candidates = [Candidate(f"c.{t}", FA3.replace(tile_kv=t)) for t in (80, 100)]
+    reasons = Workshop(tmp_path, 2).compile(FULL, candidates, silent, lambda: False)
+    failure = reasons["c.100"]
+    assert reasons["c.80"] is None and failure is not None and "[tile-kv]" in failure.reason
     assert {p.name for p in tmp_path.iterdir()} == {"c.80.cu", "c.80.cubin", "c.80.json"}
+    assert tune_run.compiler_of(tmp_path).startswith("NVRTC")
+
+
+def test_nothing_is_begun_behind_the_budget(tmp_path: Path) -> None:
+    assert Workshop(tmp_path, 1).compile(FULL, [Candidate("c.80", FA3.replace(tile_kv=80))], silent, lambda: True) == {}
+
+
+def test_predictions_come_in_order_from_processes(tmp_path: Path) -> None:
+    schedules = [FA3.replace(tile_kv=t) for t in (64, 100, 176)]
+    slow, none, fast = Workshop(tmp_path, 2).predict(FULL, schedules, [LONG], silent)
+    assert isinstance(slow, list) and isinstance(fast, list) and slow[0] > fast[0] > 100
+    assert isinstance(none, str) and "[tile-kv]" in none
 
 
 # the workshop: on a GPU that is made up -----------------------------------------------------------------------------------------
@@ -330,20 +184,25 @@ def test_verification_goes_on_behind_a_kernel_that_hangs(monkeypatch: pytest.Mon
     built(monkeypatch)
     runs: list[list[str]] = []
 
-    def check_gpu(items: Any, builts: Any, *, seed: int, bundles: None, on_result: Callable[[CheckResult], None]) -> None:
+    def check_gpu(items: Any, builts: Any, *, seed: int, bundles: Any, on_result: Callable[[CheckResult], None]) -> Any:
         assert builts == [i.name for i in items]
         runs.append([i.name for i in items])
         for item in items:
             for n, problem in enumerate(item.problems):
                 if item.name == "c.96" and n == 2:
-                    raise LaunchError("launch of c.96 hangs") from GuardError("hang", "launch of c.96", "no sign of life for 20 s")
+                    failure = GuardError("hang", "launch of c.96", "no sign of life for 20 s")
+                    failure.bundle = "repro/c.96"
+                    raise LaunchError("launch of c.96 hangs\nrepro bundle: repro/c.96") from failure
                 on_result(CheckResult(item.name, problem, "full", seed + n, WRONG if item.name == "c.128" and n == 1 else RIGHT))
+        return GpuRun((), "", "", {"c.128": Path("repro/c.128")})
 
     monkeypatch.setattr(tune_run, "check_gpu", check_gpu)
-    reasons = Workshop(tmp_path, 1).verify(FULL, CANDIDATES, tune.silent)
+    reasons = Workshop(tmp_path, 1).verify(FULL, CANDIDATES, silent)
     assert runs == [["c.80", "c.96", "c.112", "c.128"], ["c.112", "c.128"]]
-    assert reasons["c.80"] == reasons["c.112"] == "" and reasons["c.96"] == "launch of c.96 hangs"
-    assert "error 2 is above the bound 1" in reasons["c.128"]
+    assert reasons["c.80"] is None and reasons["c.112"] is None
+    assert reasons["c.96"] == Broken("launch of c.96 hangs", "repro/c.96")
+    wrong = reasons["c.128"]
+    assert wrong is not None and "error 2 is above the bound 1" in wrong.reason and wrong.bundle == "repro/c.128"
 
 
 def test_a_machine_that_cannot_verify_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -354,65 +213,7 @@ def test_a_machine_that_cannot_verify_ends_the_run(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(tune_run, "check_gpu", check_gpu)
     with pytest.raises(LaunchError, match="compute capability"):
-        Workshop(tmp_path, 1).verify(FULL, CANDIDATES, tune.silent)
-
-
-def timing(tflops: float) -> Timing:
-    one = interval(tflops)
-    return Timing(one, one, tflops, None, None, 1.0, 1.0, None, (1.0,), 1)
-
-
-def row(name: str, kind: str, timed: Timing | None, reason: str = "") -> Row:
-    values = {"function": name, "kind": kind, "burst": timed, "reason": reason, "outcome": "timed" if timed else "wrong"}
-    if kind == "schedule":
-        values["compiler"] = "NVRTC 13"
-    return Row(**{n: values.get(n) for n in Row.__dataclass_fields__})
-
-
-class FakeBench:
-    """Stands in for `run_watched`: some functions are wrong, some end the run."""
-
-    def __init__(self, wrong: str = "", deadly: Mapping[str, int] | None = None):
-        self.wrong, self.deadly = wrong, dict(deadly or {})
-        self.specs: list[BenchSpec] = []
-
-    def __call__(self, spec: BenchSpec, on_case: Any, on_function: Any, bundles: Any) -> None:
-        self.specs.append(spec)
-        for n, case in enumerate(spec.cases):
-            rows = []
-            for ref in case.kernels:
-                on_function(n, ref.label)
-                if self.deadly.get(ref.label) == case.problem.sk:
-                    raise LaunchError(f"{ref.label} ended the GPU context")
-                fine = None if ref.label == self.wrong else timing(700.0 + len(rows))
-                rows.append(row(ref.label, "schedule", fine, "" if fine else "error 3 > 1"))
-            for peer in spec.peers:
-                on_function(n, peer)
-                if self.deadly.get(peer) == case.problem.sk:
-                    raise LaunchError(f"{peer} ended the GPU context")
-                rows.append(row(f"{peer} (torch)", "peer", timing(600.0)))
-            on_case(CaseResult(case.attention, case.problem, 1, 1, 1, Reading(), Reading(), tuple(rows)))
-
-
-WORK = [Work(SHORT, tuple(CANDIDATES)), Work(LONG, tuple(CANDIDATES))]
-
-
-def test_a_kernel_that_ends_a_measurement_costs_itself(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    bench = FakeBench(wrong="c.80", deadly={"c.112": LONG.sk})
-    monkeypatch.setattr(tune_run, "run_watched", bench)
-    short, long = Workshop(tmp_path, 1).measure(FULL, WORK, ("cudnn",), 5, tune.silent)
-    assert set(short.rates) == {"c.96", "c.112", "c.128"} and short.failed == {"c.80": "wrong: error 3 > 1"}
-    assert set(long.rates) == {"c.96", "c.128"}
-    assert long.failed == {"c.80": "wrong: error 3 > 1", "c.112": "c.112 ended the GPU context"}
-    assert short.peers["cudnn (torch)"].median == 600.0 and short.compiler == "NVRTC 13"
-    assert [len(s.cases) for s in bench.specs] == [2, 1], "what is done is not done again"
-    assert all(s.rounds == 5 and not s.sustained for s in bench.specs)
-
-
-def test_a_peer_that_ends_the_context_ends_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(tune_run, "run_watched", FakeBench(deadly={"cudnn": SHORT.sk}))
-    with pytest.raises(LaunchError, match="cudnn ended the GPU context"):
-        Workshop(tmp_path, 1).measure(FULL, WORK, ("cudnn",), 5, tune.silent)
+        Workshop(tmp_path, 1).verify(FULL, CANDIDATES, silent)
 
 
 # the command --------------------------------------------------------------------------------------------------------------
@@ -469,7 +270,7 @@ def test_the_tables_own_schedules_are_always_among_the_candidates(machine: FakeR
 def test_built_here_and_measured_there(machine: FakeRunner, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "fa3", "--causal", "--over", "tile_kv=80:96", "--build-only", str(tmp_path))
     assert code == 0 and "candidates for hd128 bf16 causal compiled into" in out
-    assert (tmp_path / "fa3.hd128-bf16-causal.tune.json").is_file() and not machine.measured
+    assert (tmp_path / "fa3.hd128-bf16-causal.tune.json").is_file() and not machine.raced
     code, out, _ = run(capsys, "fa3", "--causal", "--from", str(tmp_path), "--grid", "paper", "--json")
     result = TuneResult.from_dict(json.loads(out))
     assert code == 0 and len(result.shapes) == 6 and result.prepared.attention.mask == "causal"
@@ -483,23 +284,93 @@ def test_a_size_without_a_winner_is_exit_code_1(machine: FakeRunner, capsys: pyt
     assert code == 1 and "4,16,16,4096,4096: no candidate was left" in out
 
 
+def test_the_command_works_on_a_cluster(
+    machine: FakeRunner, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No GPU is needed here; what there is to know of the GPU comes from the workers."""
+    asked: list[str] = []
+    monkeypatch.setattr(tune_cluster, "connect", asked.append)
+    monkeypatch.setattr(tune_cluster, "Cluster", lambda *_, **__: FakeRunner(name="NVIDIA H200 NVL"))
+    monkeypatch.setattr(bench_lab, "check_device", lambda: pytest.fail("nobody needs a GPU here"))
+    code, out, _ = run(
+        capsys, "fa3", "--shape", "4,16,16,4096,4096", "--over", "tile_kv=80:96", "--cluster", "there:8786", "--json"
+    )
+    assert code == 0 and asked == ["there:8786"] and json.loads(out)["gpu"] == "NVIDIA H200 NVL"
+
+
+def test_progress_is_a_bar_on_a_terminal_and_lines_elsewhere(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Bar("compiling", 2) as bar:
+        bar.step("a")
+    assert capsys.readouterr().err.startswith("fagen: compiling 0/2 …\n")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for total in (2, None):
+        with Bar("compiling", total) as bar:
+            bar.step("kernel a")
+            bar.step("kernel b")
+        out, err = capsys.readouterr()
+        assert out == "" and "compiling" in err and ("0/2" in err or "2/2" in err or total is None)
+
+
+def test_a_start_that_is_no_good_with_the_known_left_out(
+    machine: FakeRunner, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--set overlap=none` is the word; the table's own schedule is timed beside, and its share said; the second run reuses the records."""
+    machine.speed = lambda s, p: 400.0 + s.tile_kv + 50 * s.stages_k + 100 * (s.overlap != "none") + 100 * (s.reference == "stale")
+    arguments = [
+        "fa3",
+        "--set",
+        "tile_kv=64",
+        "--set",
+        "stages=1",
+        "--set",
+        "overlap=none",
+        "--exclude-known",
+        "--shape",
+        "4,16,16,4096,4096",
+    ]
+    over = ["--over", "tile_kv=64:128", "--over", "stages=1:2", "--over", "overlap=none:both", "--over", "reference=running:stale"]
+    store = ["--store", str(tmp_path / "store"), "--vs", "none", "--budget", "5m"]
+    code, out, _ = run(capsys, *arguments, *over, *store)
+    known = tuned.choose(FULL, LONG, tuned.H200).schedule
+    assert code == 0 and f"of the tuned entry {known.id}" in out and "known ones left out" in out
+    assert re.search(r"1\.\d\d × as fast as where it started", out)
+    verified = len(machine.verified)
+    code, out, _ = run(capsys, *arguments, *over, *store, "--resume", "--json")
+    result = TuneResult.from_dict(json.loads(out))
+    assert code == 0 and result.shapes[0].reused == len(result.prepared.candidates) and len(machine.verified) == verified
+    assert known not in {c.schedule for c in result.prepared.candidates if not c.beside}
+    assert result.prepared.start == FA3.replace(tile_kv=64, stages=1, overlap="none")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (("--over", "tile_kv"), "--over: 'tile_kv' is not knob=value:value"),
         (("--over", "tile_kw=96"), "did you mean tile_kv"),
         (("--over", "tile_kv=96", "--over", "tile-kv=80"), "--over: tile_kv is given twice"),
-        (("--over", "tile_kv=96", "--set", "tile_kv=80"), "--over: tile_kv is fixed by --set tile_kv=80"),
         (("--shape", "1,2,3"), "--shape: '1,2,3' is not B,HQ,HKV,SQ,SK"),
         (("--shape", "1,2,2,0,5"), "every size must be at least 1"),
         (("--grid", "papers"), "no grid 'papers'"),
         (("--vs", "fa9"), "no peer 'fa9'"),
         (("--build-only", "x", "--from", "y"), "one of them is enough"),
         (("--build-only", "x", "--table", "t.json"), "--build-only: measures nothing"),
+        (("--build-only", "x", "--store", "s"), "--build-only: measures nothing"),
+        (("--resume",), "--resume: needs the --store"),
+        (("--store", "/dev/null/x"), "--store: /dev/null/x cannot be used"),
+        (("--budget", "soon"), "--budget: 'soon' is not a time, such as 300s or 5m"),
+        (("--budget", "0s"), "--budget: '0s' is not a time"),
+        (("--from", "y", "--exclude-known"), "--exclude-known: has no effect on candidates that are compiled already"),
+        (("--exclude-known", "--over", "stages=2"), "--exclude-known: leaves nothing"),
         (("--from", "/nowhere"), "there is no folder /nowhere"),
         (("--build-only", "/dev/null/x"), "--build-only: /dev/null/x cannot be made"),
         (("--output", "/nowhere/x.json"), "--output: /nowhere/x.json cannot be written"),
-        (("--set", "head_dim=80"), "none of 168 schedules is legal for hd80 bf16 full; the given one itself: [head-dim]"),
+        (
+            ("--set", "head_dim=80", "--over", "stages=1:2"),
+            "none of 2 schedules is legal for hd80 bf16 full; the given one itself: [head-dim]",
+        ),
     ],
 )
 def test_mistakes_on_the_command_line(arguments: tuple[str, ...], message: str, machine: FakeRunner, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
