@@ -613,7 +613,6 @@ attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ Tenso
     if (threadIdx.x >= 32) {
       const int w = __shfl_sync(~0u, threadIdx.x / 32 - 1, 0), lane = threadIdx.x % 32;
       Cursor<2> raw{0, 0};
-      Cursor<2> turn_v{0, 1};
       Cursor<2> get_t{0, 0};
 #pragma unroll 1
       while (true) {  // [transposer.tiles]
@@ -626,13 +625,12 @@ attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ Tenso
 #pragma unroll 1
         for (int j = n - 1; j >= 0; --j) {  // [transposer.tiles.blocks]
           mbarrier_wait(raw_full + 8 * raw.slot, raw.phase);
-          mbarrier_wait(v_empty + 8 * turn_v.slot, turn_v.phase);
-          transpose_v(smem_V_raw + raw.slot * 28672, smem_V + turn_v.slot * 32768, w);
+          mbarrier_wait(v_empty + 8 * raw.slot, raw.phase ^ 1);
+          transpose_v(smem_V_raw + raw.slot * 28672, smem_V + raw.slot * 32768, w);
           fence_proxy_async(), __syncwarp();  // the products read Vᵀ through the asynchronous proxy
-          if (lane == 0) mbarrier_arrive(v_full + 8 * turn_v.slot);
+          if (lane == 0) mbarrier_arrive(v_full + 8 * raw.slot);
           if (lane == 0) mbarrier_arrive(raw_empty + 8 * raw.slot);
           raw.advance();
-          turn_v.advance();
         }
       }
     }

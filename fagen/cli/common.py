@@ -58,6 +58,7 @@ class Selected:
 
 def parse_settings(settings: Sequence[str], causal: bool = False) -> dict[str, Any]:
     """`--set knob=value` … as field values; `causal`: the mask as well."""
+
     changes: dict[str, Any] = {}
     known = Attention.field_names() + Schedule.field_names()
     for text in settings:

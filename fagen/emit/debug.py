@@ -136,6 +136,11 @@ def _progress(s: Progress, x: Scope) -> tuple[str, View]:
     return "debug/progress", {"threads": x.role.warps * 32, "address": address, "value": s.value, "step": s.name}
 
 
+def parity(s: st.Wait) -> str:
+    """Of the phase that a wait is for, in C."""
+    return f"{s.cursor}.phase" + " ^ 1" * s.refill
+
+
 def _wait(s: BoundedWait, x: Scope) -> tuple[str, View]:
     values = {
         "kernel": str(s.kernel),
@@ -143,7 +148,7 @@ def _wait(s: BoundedWait, x: Scope) -> tuple[str, View]:
         "instance": x.c(s.instance),
         "step": str(s.step),
         "slot": f"(int){s.cursor}.slot",
-        "phase": f"(int){s.cursor}.phase",
+        "phase": f"(int)({parity(s)})" if s.refill else f"(int){parity(s)}",
         "tile": x.c(s.tile),
         "key_block": x.c(s.key_block),
         "cta": "cta",
@@ -152,7 +157,7 @@ def _wait(s: BoundedWait, x: Scope) -> tuple[str, View]:
     return "debug/wait", {
         "lanes": "1" if s.one_thread else "~0u",
         "bar": x.bar_address(s.bar, s.cursor),
-        "phase": f"{s.cursor}.phase",
+        "phase": parity(s),
         "instances": len(debug.instances_of(x.kernel)),
         "at": [values[f] for f in debug.FIELDS],
         "fields": debug.FIELDS,

@@ -273,7 +273,7 @@ def _get_tile(s: st.GetTile, x: Scope) -> tuple[str, View]:
 
 
 def _wait(s: st.Wait, x: Scope) -> tuple[str, View]:
-    return "wait", {"bar": x.bar_address(s.bar, s.cursor), "phase": f"{s.cursor}.phase"}
+    return "wait", {"bar": x.bar_address(s.bar, s.cursor), "phase": debug.parity(s)}
 
 
 def _arrive(s: st.Arrive, x: Scope) -> tuple[str, View]:

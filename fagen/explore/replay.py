@@ -189,7 +189,7 @@ class _Sm:
 
     def _wait(self, line: Line, step: S.Wait) -> Actor:
         start = next(c.start_phase for c in line.role.cursors if c.name == step.cursor)
-        phase = line.slots[step.cursor][1] - start
+        phase = line.slots[step.cursor][1] - start - step.refill
         if phase >= 0:
             yield self._bar(line, step.bar, step.cursor).signal(phase)
         yield self.engine.now + P.BARRIER_LATENCY

@@ -15,7 +15,11 @@ ROOMIER_REGISTERS = WARPGROUP_REGISTERS | {2: (40, 232), 4: (32, 112)}
 
 # With V transposed in the kernel, the other three warps of the producer's warpgroup hold a strip of V in registers.
 TRANSPOSER_REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160), 4: (32, 104)}
-TRANSPOSER_NEEDS = 32
+
+
+def transposer_needs(schedule: Schedule) -> int:
+    """Registers of warps that transpose, at least. Beside a ring of tile numbers they spilled at 24."""
+    return 32 if schedule.parallelism == "persistent_dynamic" else 24
 
 
 def overhead(attention: Attention, schedule: Schedule) -> int:
@@ -58,6 +62,8 @@ def _e4m3_overhead(attention: Attention, s: Schedule) -> int:
         return 34 if s.overlap == "both" or by_block else 24
     if stale and not attention.causal and attention.dv > 64 and s.overlap == "both" and s.consumers == 2:
         return 32
+    if not stale and attention.dv > 128 and s.overlap != "none":
+        return 28 if s.overlap == "within" else 34
     return 32 if by_block and s.overlap == "pingpong" else 24
 
 
@@ -160,7 +166,7 @@ def keeps_hints(attention: Attention, schedule: Schedule) -> bool:
     s = schedule
     long = attention.causal or s.fuse_tiles
     plain = s.reference == "running" and s.promote_every is None and s.scale_granularity == "head"
-    return not (transposes(attention, s) and long and not plain and role_registers(attention, s)[0] <= TRANSPOSER_NEEDS)
+    return not (transposes(attention, s) and long and not plain and role_registers(attention, s)[0] <= 32)
 
 
 def _one_slot(schedule: Schedule) -> bool:

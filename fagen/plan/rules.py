@@ -368,8 +368,8 @@ def _register_pool(a: Attention, s: Schedule, pool: int) -> Iterator[Violation]:
         best = (launched // 128 - producer) // s.consumers // 8 * 8
         message = f"128·({producer} + {s.consumers}·{consumer}) = {need} registers exceed the {launched} the CTA is launched with"
         yield Violation("register-pool", "registers", message, ((producer, best), usual))
-    if registers.transposes(a, s) and producer < registers.TRANSPOSER_NEEDS:
-        message = f"{producer} for the producer's warpgroup, whose warps need {registers.TRANSPOSER_NEEDS} to transpose V"
+    if registers.transposes(a, s) and producer < registers.transposer_needs(s):
+        message = f"{producer} for the producer's warpgroup, whose warps need {registers.transposer_needs(s)} to transpose V"
         yield Violation("registers", "registers", message, (usual,))
     elif producer < registers.producer_needs(a, s):
         least = registers.producer_needs(a, s)

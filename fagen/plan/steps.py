@@ -508,10 +508,14 @@ class Opaque(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class Wait(Step):
-    """Until the phase of `bar`[cursor.slot] with the parity cursor.phase has completed (mbarrier.try_wait.parity)."""
+    """Until the phase of `bar`[cursor.slot] with the parity cursor.phase has completed (mbarrier.try_wait.parity).
+
+    `refill`: the phase before that one. A cursor that counts the fillings of one ring then tells when the slot beside it, in a ring
+    that moves in step, is free."""
 
     bar: str
     cursor: str
+    refill: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

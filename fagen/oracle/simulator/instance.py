@@ -285,7 +285,7 @@ class Instance:
 
     def wait(self, step: st.Wait) -> Blocked | None:
         cursor = self.cursors[step.cursor]
-        bar, parity = self.cta.mbars[step.bar][cursor.slot], cursor.phase
+        bar, parity = self.cta.mbars[step.bar][cursor.slot], cursor.phase ^ step.refill
 
         def reason() -> str:
             missing = f"{bar.pending} of {bar.arrivals} arrivals and {bar.bytes} bytes"

@@ -29,7 +29,7 @@ def _wait(run: Run, line: Line, step: S.Wait) -> Blocking:
     """Wait for the phase that the cursor means; phase −1, of a fresh barrier, counts as completed. That the parity bit tells this
     phase from its neighbours is what `checks` verifies afterwards."""
     bar, cursor = _bar(run, line, step), line.cursors[step.cursor]
-    phase = cursor.passes - cursor.spec.start_phase
+    phase = cursor.passes - cursor.spec.start_phase - step.refill
     start = end = run.event(line, step)
     if phase >= 0:
         line.at = step

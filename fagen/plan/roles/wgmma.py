@@ -177,16 +177,15 @@ class Wgmma:
         s = self.tiles.schedule
         block = (
             Wait(bar="raw_full", cursor="raw"),
-            Wait(bar="v_empty", cursor="turn_v"),
-            TransposeV(dst=Slot("V", "turn_v"), src=Slot("V_raw", "raw", holds=self.tiles.key_row(J))),
+            Wait(bar="v_empty", cursor="raw", refill=True),
+            TransposeV(dst=Slot("V", "raw"), src=Slot("V_raw", "raw", holds=self.tiles.key_row(J))),
             ProxyFence(why="the products read Vᵀ through the asynchronous proxy"),
-            Arrive(bar="v_full", cursor="turn_v"),
+            Arrive(bar="v_full", cursor="raw"),
             Arrive(bar="raw_empty", cursor="raw"),
             Advance(cursor="raw"),
-            Advance(cursor="turn_v"),
         )
         blocks = Loop(var="j", first=N - 1, last=LAST, step=-1, segment="blocks", body=block)
-        cursors = (Cursor("raw", s.stages_v, 0), Cursor("turn_v", s.stages_v, 1), *self.tiles.ring_cursors("get_t"))
+        cursors = (Cursor("raw", s.stages_v, 0), *self.tiles.ring_cursors("get_t"))
         assert self.registers is not None
         body = self.tiles.consumer_loop((*self.tiles.decode(), blocks))
         return Role("transposer", 3, 1, False, self.registers[0], (), cursors, body)
