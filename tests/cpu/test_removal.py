@@ -85,7 +85,7 @@ def test_what_goes_is_gone_and_the_rest_is_there(name: str) -> None:
 def test_the_simulator_runs_what_is_left(name: str, removed: str) -> None:
     """It ends, and every number is one: nothing reads what a removed step would have written."""
     whole = of(name)
-    case = make_case(whole.attention, CheckProblem(1, 150, 420, 2, 1), seed=1)
+    case = make_case(whole.attention, whole.schedule, CheckProblem(1, 150, 420, 2, 1), seed=1)
     out, lse = simulate(whole.attention, whole.schedule, case.q, case.k, case.v, plan=without(whole, removed), seed=3)
     if (name, removed) != ("standard", "softmax"):  # whose P nobody writes
         assert np.isfinite(out.astype(np.float32)).all() and not np.isnan(lse).any()
