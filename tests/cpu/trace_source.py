@@ -54,7 +54,7 @@ def simulated(
 ) -> tuple[tuple[KernelLaunch, ...], dict[str, Any]]:
     """The launches of a trace plan, and for each kernel the words that it would leave behind."""
     found: Noted = {}
-    case = make_case(plan.attention, problem, seed=seed, v_transposed=plan.schedule.v_transposed)
+    case = make_case(plan.attention, plan.schedule, problem, seed=seed)
     with _noting(found, seed) as kernel:
         roles = {k.name: marked(k) for k in plan.kernels}
         names = {id(r.body): k.name for k in roles.values() for r in k.roles}
