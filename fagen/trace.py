@@ -44,14 +44,14 @@ KINDS: dict[type[st.Step], str] = {
     **dict.fromkeys((st.CpAsync, st.Copy, st.LoadFrag, st.LoadAcc, st.LoadRow), "load"),
     st.TransposeV: "transpose",
     **dict.fromkeys((st.Mask, st.OnlineSoftmax, st.StaleSoftmax, st.RowPass, st.SumRow), "softmax"),
-    **dict.fromkeys((st.Pack, st.Rescale, st.Move, st.MulRow, st.Reciprocal), "rescale"),
+    **dict.fromkeys((st.Pack, st.Rescale, st.Promote, st.Move, st.MulRow, st.Reciprocal), "rescale"),
     **dict.fromkeys((st.StoreStats, st.MergeStats, st.StoreFrag, st.AddParts), "merge"),
     **dict.fromkeys((st.StoreOut, st.StoreRow, st.StoreScores, st.StoreAcc, st.LogSumExp), "epilogue"),
 }
 """What the time before a mark goes to; Wait and Mma: see `kind_of`."""
 
 SILENT = (
-    *(st.Let, st.Var, st.Set, st.Limits, st.Fill, st.LoadScale, st.Calm, st.AddSums, st.Hold, st.CopyRow),
+    *(st.Let, st.Var, st.Set, st.Limits, st.Fill, st.LoadScale, st.ScaleShift, st.Calm, st.AddSums, st.Hold, st.CopyRow),
     *(st.Advance, st.CpCommit, st.ProxyFence, st.ClaimTile, st.PutTile, st.GetTile, st.ResetCounter, st.Break),
 )
 """Steps of a few instructions: their time goes to what comes after them, or to the run of steps in which they stand."""

@@ -31,15 +31,13 @@ Rule = Callable[[st.Step], st.Body]
 
 
 def without(plan: Plan, what: str) -> Plan:
-    """The plan after a removal of `REMOVALS`, proven. InputError for another name, for a debug plan, a plan that something was removed
-    from already, or where there is nothing of that kind to remove."""
+    """The plan after a removal of `REMOVALS`, proven. InputError for another name, for a debug or trace plan, a plan that something was
+    removed from already, or where there is nothing of that kind to remove."""
     if what not in REMOVALS:
         raise InputError("without", f"no removal {what!r}; removals: {', '.join(REMOVALS)}")
-    if plan.without or plan.debug:
-        raise InputError(
-            "without",
-            f"{what} is removed from a whole plan only, not from one {'of a debug build' if plan.debug else 'without ' + plan.without}",
-        )
+    if plan.without or plan.debug or plan.trace:
+        kind = "of a debug build" if plan.debug else "of a trace build" if plan.trace else f"without {plan.without}"
+        raise InputError("without", f"{what} is removed from a whole plan only, not from one {kind}")
     return _without(plan, what)
 
 

@@ -123,6 +123,8 @@ def test_what_cannot_be_removed() -> None:
         without(without(whole, "pv"), "loads")
     with pytest.raises(InputError, match="from a whole plan only, not from one of a debug build"):
         without(plan(whole.attention, whole.schedule, debug=True), "pv")
+    with pytest.raises(InputError, match="from a whole plan only, not from one of a trace build"):
+        without(plan(whole.attention, whole.schedule, trace=True), "pv")
     left = without(whole, "pv")
     assert removable(left) == ("softmax", "loads", "idle")
 
