@@ -131,7 +131,7 @@ def test_what_cannot_be_removed() -> None:
 
 # machine code -------------------------------------------------------------------------------------------------------------
 
-# What is left of the products, exponentials, multiplications (by scale and alpha) and loads; None: not all, and not nothing.
+# What is left of the products, exponentials, multiplications (by scale and alpha) and loads; None: not all.
 LEFT = {"softmax": (1, 0, None, 1), "loads": (1, 1, 1, 0), "pv": (None, 1, 1, 1), "idle": (1, 1, 1, 1)}
 
 
@@ -151,7 +151,7 @@ def test_the_machine_code_has_what_is_left(name: str) -> None:
         found = _counts(built(left))
         for kind, part in zip(("products", "exponentials", "multiplications", "loads"), parts):
             if part is None:
-                assert 0 < found[kind] < all_[kind], (removed, kind)
+                assert found[kind] < all_[kind] and (found[kind] or kind != "products"), (removed, kind)
             else:
                 assert found[kind] == part * all_[kind], (removed, kind)
         assert all_["packs"] - found["packs"] == packs(whole) - packs(left), removed
