@@ -170,23 +170,20 @@ def _load_frag(s: st.LoadFrag, x: Scope) -> tuple[str, View]:
 
 
 def _transpose_v(s: st.TransposeV, x: Scope) -> tuple[str, View]:
-    """Strips of 16 columns; ldmatrix of 32 keys at a time, in batches that fit the few registers the warp has."""
+    """Strips of 16 columns; a unit is an ldmatrix of 32 keys."""
     raw, turned = x.kernel.smem_of(s.src.smem), x.kernel.smem_of(s.dst.smem)
     lane = sym("lane")
     unit = sym("strip") % (raw.chunk_bytes // 16)
     place = unit ^ (lane % 8 if raw.chunk_bytes == 128 else lane // 2 % 4)
     source = sym("strip") // (raw.chunk_bytes // 16) * (raw.rows * raw.chunk_bytes) + lane * raw.chunk_bytes + place * 16
-    spare = (x.role.registers or 0) - 32  # four registers each, beside a score of addresses
-    most = 4 if spare >= 24 else 2 if spare >= 8 and turned.cols < 256 else 1
-    batch = max(n for n in range(1, most + 1) if turned.cols // 32 % n == 0)
     return "transpose_v", {
         "src": x.slot_address(s.src),
         "dst": x.slot_address(s.dst),
         "first": "w",
         "strips": turned.rows // 16,
         "warps": x.role.count,
-        "batches": turned.cols // 32 // batch,
-        "batch": batch,
+        "units": turned.cols // 32,
+        "batch": s.at_once,
         "source": source.c(),
         "keys_bytes": 32 * raw.chunk_bytes,
         "chunk": turned.rows * turned.chunk_bytes,

@@ -22,6 +22,17 @@ def transposer_needs(schedule: Schedule) -> int:
     return 32 if schedule.parallelism == "persistent_dynamic" else 24
 
 
+def transposed_at_once(attention: Attention, schedule: Schedule) -> int:
+    """Units of 32 keys and 16 columns that a transposing warp has on their way, four registers each: the more, the less it waits for
+    shared memory. As found by compiling; less beside a ring of tile numbers whose decode is long."""
+    units, have = schedule.tile_kv // 32, role_registers(attention, schedule)[0]
+    decodes = attention.causal and schedule.parallelism == "persistent_dynamic"
+    most = 4 if have >= 40 else 3 if have >= 32 and not decodes else 1
+    if units <= most:
+        return units
+    return max((n for n in range(2, most + 1) if units % n == 0), default=2) if have >= 40 else 1
+
+
 def overhead(attention: Attention, schedule: Schedule) -> int:
     """Registers a computing thread needs beside its tiles: row statistics, addresses, cursors, loop state.
 

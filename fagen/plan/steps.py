@@ -415,10 +415,12 @@ class TransposeV(Step):
     """dst = srcᵀ in shared memory, 8-bit values, by the role's warps together: instance w takes every count-th strip of 16 columns.
 
     Keys come out in the order `layout.KEY_ORDER` within each 16, which is the order of P's registers (layout a64_e4m3perm), so that
-    neither needs a data exchange. Reads and writes are ordinary (ldmatrix, stmatrix)."""
+    neither needs a data exchange. Reads and writes are ordinary (ldmatrix, stmatrix), `at_once` units of 32 keys read before they are
+    written."""
 
     dst: Slot
     src: Slot
+    at_once: int
 
 
 @dataclass(frozen=True, kw_only=True)

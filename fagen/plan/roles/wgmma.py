@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from .. import scales
 from ..expr import Expr, as_expr, eq, minimum, sym
-from ..registers import keeps_hints, transposes
+from ..registers import keeps_hints, transposed_at_once, transposes
 from ..steps import (
     AddSums,
     Advance,
@@ -178,7 +178,11 @@ class Wgmma:
         block = (
             Wait(bar="raw_full", cursor="raw"),
             Wait(bar="v_empty", cursor="raw", refill=True),
-            TransposeV(dst=Slot("V", "raw"), src=Slot("V_raw", "raw", holds=self.tiles.key_row(J))),
+            TransposeV(
+                dst=Slot("V", "raw"),
+                src=Slot("V_raw", "raw", holds=self.tiles.key_row(J)),
+                at_once=transposed_at_once(self.tiles.attention, s),
+            ),
             ProxyFence(why="the products read Vᵀ through the asynchronous proxy"),
             Arrive(bar="v_full", cursor="raw"),
             Arrive(bar="raw_empty", cursor="raw"),
