@@ -25,7 +25,15 @@ FOLDER = os.environ.get("FAGEN_TEST_KERNELS")
 @pytest.fixture(scope="module")
 def result(tmp_path_factory: pytest.TempPathFactory) -> AccuracyResult:
     target = tmp_path_factory.mktemp("accuracy") / "a.json"
-    options = ["--set", "head_dim=64", "--shape", "2,8,4,700,1300", "--output", str(target), *(["--from", FOLDER] if FOLDER else [])]
+    options = [
+        "--set",
+        "head_dim=64",
+        "--shape",
+        "2,8,4,700,1300",
+        "--output",
+        str(target),
+        *(["--from", FOLDER] if FOLDER else []),
+    ]
     assert run(["check", "fa3", "fa3_fp8", "--accuracy", "--device", "gpu", *options]) == 0
     return AccuracyResult.from_dict(json.loads(Path(target).read_text()))
 
