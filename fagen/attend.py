@@ -51,7 +51,8 @@ def attention(
     q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, kv_heads, head_dim), of torch, CuPy, JAX, another exporter of
     DLPack, or NumPy, with strides as `Kernel` takes them; bf16, fp16 or e4m3; head_dim 64, 128 or 256; heads a multiple of kv_heads.
     `causal`: row i sees key j if j ≤ i + seqlen_k − seqlen_q. `scale`: None is head_dim ** −0.5; it is a constant of a 16-bit kernel,
-    so every other value compiles one of its own. `out`, `lse`, `stream` and the descales (e4m3 only) as for `Kernel`.
+    so every other value compiles one of its own. `out`, `lse`, `stream` and the descales (e4m3 only) as for `Kernel`,
+    whose scale_granularity is that of the schedule picked: "head", unless the table says otherwise.
 
     Returns out (batch, seqlen_q, heads, head_dim), of q's dtype (e4m3: bf16, or the type of a given `out`); with `return_lse` the pair
     (out, lse), lse (batch, heads, seqlen_q) in float32, the natural logarithm. No gradients are recorded.

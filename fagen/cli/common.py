@@ -57,6 +57,8 @@ class Selected:
 
 def parse_settings(settings: Sequence[str], causal: bool = False) -> dict[str, Any]:
     """`--set knob=value` … as field values; `causal`: the mask as well."""
+    from ..plan.rules import CHOICES
+
     changes: dict[str, Any] = {}
     known = Attention.field_names() + Schedule.field_names()
     for text in settings:
@@ -71,6 +73,8 @@ def parse_settings(settings: Sequence[str], causal: bool = False) -> dict[str, A
         if name in changes:
             raise InputError("--set", f"{name} is given twice: {changes[name]!r} and {value.strip()}")
         changes[name] = parse_value(value)
+        if changes[name] is None and "none" in CHOICES.get(name, ()):  # overlap has a choice of this name
+            changes[name] = "none"
     if causal:
         if changes.get("mask", "causal") != "causal":
             raise InputError("--causal", f"contradicts --set mask={changes['mask']}")

@@ -60,7 +60,8 @@ def command(
     as_json: bool,
 ) -> None:
     """Run SCHEDULE on q, k, v of a file: q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, kv_heads, head_dim); with
-    v_transposed, v (batch, kv_heads, head_dim, seqlen_k). Descales are numbers or fp32 (batch, kv_heads).
+    v_transposed, v (batch, kv_heads, head_dim, seqlen_k). Descales are numbers or fp32 arrays, as scale_granularity says: of
+    one element, (batch, kv_heads), or by block (batch, heads, query tiles), (batch, kv_heads, key blocks).
     """
     (item,) = common.select([schedule], settings, causal)
     if source and folder:

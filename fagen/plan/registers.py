@@ -56,6 +56,8 @@ def _e4m3_overhead(attention: Attention, s: Schedule) -> int:
         return 34 if s.overlap == "both" or by_block else 24
     if stale and not attention.causal and attention.dv > 64 and s.overlap == "both" and s.consumers == 2:
         return 32
+    if not stale and attention.dv > 128 and s.overlap != "none":
+        return 28
     return 32 if by_block and s.overlap == "pingpong" else 24
 
 

@@ -234,6 +234,7 @@ def test_values_of_settings() -> None:
         "scale": 0.5,
         "mask": "causal",
     }
+    assert parse_settings(["overlap=none", "promote_every=none"]) == {"overlap": "none", "promote_every": None}
 
 
 def test_every_field_of_both_values_can_be_set() -> None:

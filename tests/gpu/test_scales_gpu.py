@@ -1,0 +1,139 @@
+"""Scales of tensors, heads and blocks, and promotion, on a device: the check grid, arrays of every form, the error that is predicted.
+
+Kernels come from FAGEN_TEST_KERNELS (`python -m tests.gpu.test_scales_gpu DIR` builds them) where this machine should not compile.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from fagen import InputError
+from fagen.check import Item, check_gpu
+from fagen.cli import common
+from fagen.compile import Built, write_built
+from fagen.descales import by_row
+from fagen.launch import Kernel
+from fagen.oracle import check_problems, make_descales, make_inputs, reference, simulate
+from fagen.plan import Problem
+
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("device")]
+FOLDER = os.environ.get("FAGEN_TEST_KERNELS")
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
+PROBLEM = Problem(3, 300, 331, 4, 2)
+
+STALE: dict[str, Any] = {"reference": "stale", "overlap": "within"}
+THREE: dict[str, Any] = {"tile_q": 192, "consumers": 3, "stages": 3, **STALE}
+GRID: list[dict[str, Any]] = [
+    {"mask": mask, **changes}
+    for mask in ("full", "causal")
+    for changes in (
+        {"scale_granularity": "tensor", "head_dim": 64},
+        {"scale_granularity": "block"},
+        {"scale_granularity": "block", "head_dim": 64, "overlap": "none", "promote_every": 3, "tile_kv": 96},
+        {"scale_granularity": "block", "tile_kv": 160, **STALE},
+        {"scale_granularity": "block", "head_dim": 256, "tile_kv": 64, **STALE},
+        {"scale_granularity": "block", "tile_kv": 96, **THREE},
+        {"tile_kv": 96, **THREE},
+        {"scale_granularity": "block", "promote_every": 1, "tile_kv": 64, **STALE},
+        {"promote_every": 2, "tile_kv": 96},
+        {"promote_every": 1, "head_dim": 64, "tile_q": 128, "consumers": 2, "tile_kv": 128, "overlap": "pingpong"},
+        {"promote_every": 2, "head_dim": 64, "tile_q": 128, "consumers": 2, "tile_kv": 96, "fuse_tiles": True, **STALE},
+        {"scale_granularity": "block", "head_dim": 64, "tile_q": 128, "consumers": 2, "tile_kv": 96, "fuse_tiles": True, **STALE},
+    )
+]
+LONG: list[dict[str, Any]] = [
+    {"head_dim": 64, "tile_q": 64, "consumers": 1, "tile_kv": 96, "overlap": "within", "out_dtype": "fp16"}
+    | ({} if every is None else {"promote_every": every})
+    for every in (None, 8, 1)
+]
+FORMS: list[dict[str, Any]] = [
+    {"scale_granularity": g, "head_dim": 64, "tile_q": 128, "consumers": 2, "tile_kv": 96} for g in ("tensor", "block")
+]
+
+
+def select(changes: dict[str, Any]) -> common.Selected:
+    (item,) = common.select(["fa3_fp8"], [f"{n}={str(x).lower()}" for n, x in changes.items()])
+    return item
+
+
+@cache
+def _built(changes: tuple[tuple[str, Any], ...]) -> Built:
+    return common.built(select(dict(changes)), folder=FOLDER)
+
+
+def built(changes: dict[str, Any]) -> Built:
+    return _built(tuple(changes.items()))
+
+
+def make(changes: dict[str, Any]) -> Kernel:
+    b = built(changes)
+    return Kernel(b.plan, b.source.text, b.cubin, b.report)
+
+
+@pytest.mark.parametrize("changes", GRID, ids=lambda c: " ".join(map(str, c.values())))
+def test_the_grid_passes(changes: dict[str, Any], tmp_path: Path) -> None:
+    """With random descales, those of v's blocks up to 2^48 apart or 0; two launches of each case give the same bits."""
+    b = built(changes)
+    problems = check_problems(b.plan.attention, b.plan.schedule)
+    item = Item(b.source.name, b.plan.attention, b.plan.schedule, problems)
+    outcome = check_gpu([item], [b], seed=1, repeat=2, bundles=tmp_path)
+    assert len(outcome.results) == len(problems) >= 60
+    assert [(str(r.problem), r.verdict.reason) for r in outcome.results if not r.verdict.passed] == []
+
+
+@pytest.mark.parametrize("changes", LONG, ids=lambda c: f"promote_every={c.get('promote_every')}")
+def test_the_predicted_error_of_long_sums(changes: dict[str, Any], record_property: Any) -> None:
+    """Values around 1 over 8192 keys, where the tensor core's sums matter most: the simulator's exact sums predict the RMSE to 10 %."""
+    kernel = make(changes)
+    a, s = kernel.plan.attention, kernel.plan.schedule
+    q, k, v = make_inputs(a, Problem(1, 64, 8192, 2, 1), seed=2)
+    v = (v.astype(np.float32) * 0.5 + 1).astype(E4M3)
+    want, _ = reference(a, q, k, v)
+
+    def rmse(out: Any) -> float:
+        return float(np.sqrt(np.mean((out.astype(np.float64) - want) ** 2)))
+
+    measured = rmse(kernel(q, k, v)[0])
+    exact, coarse = (rmse(simulate(a, s, q, k, v, exact_sums=x)[0]) for x in (True, False))
+    print(f"promote_every={s.promote_every}: measured {measured:.3e}, exact sums {exact:.3e}, coarse sums {coarse:.3e}")
+    record_property("rmse", {"measured": measured, "exact": exact, "coarse": coarse})
+    assert abs(measured - exact) <= 0.1 * measured
+
+
+@pytest.mark.parametrize("changes", FORMS, ids=lambda c: c["scale_granularity"])
+def test_arrays_in_device_memory(torch: Any, changes: dict[str, Any]) -> None:
+    kernel = make(changes)
+    a, s = kernel.plan.attention, kernel.plan.schedule
+    q, k, v = make_inputs(a, PROBLEM)
+    device = [torch.from_numpy(x.view(np.uint8)).cuda().view(torch.float8_e4m3fn) for x in (q, k, v)]
+    for seed in (1, 2):
+        scales = make_descales(PROBLEM, s, seed=seed)
+        out, lse = kernel(*device, **{n: torch.from_numpy(x).cuda() for n, x in scales.items()})
+        same, same_lse = kernel(q, k, v, **scales)
+        assert np.array_equal(out.float().cpu().numpy(), same.astype(np.float32)) and np.array_equal(lse.cpu().numpy(), same_lse)
+        want, want_lse = reference(a, q, k, v, **by_row(s, PROBLEM, scales))
+        assert np.sqrt(np.mean((same.astype(float) - want) ** 2)) < 0.05 * np.sqrt(np.mean(want**2))
+        np.testing.assert_allclose(same_lse, want_lse, atol=5e-3)
+    one = torch.ones(3, 2, device="cuda")
+    with pytest.raises(InputError, match="k_descale: has shape"):
+        kernel(*device, k_descale=one)
+
+
+def main() -> None:
+    """Build every kernel of this file into a folder."""
+    for changes in (*GRID, *LONG, *FORMS):
+        item = select(changes)
+        write_built(common.built(item), sys.argv[1], item.name)
+        print(item.name, flush=True)
+
+
+if __name__ == "__main__":
+    main()
