@@ -25,7 +25,7 @@ from .result import SCHEMA, WITHIN, AccuracyResult, AccuracyRow, Errors, Experim
 from .tensors import Given, Part, Source, given, in_half, parts
 from .truth import Truth, truth
 
-PARTS = 32
+PARTS = 16
 """Pieces of query rows that are simulated."""
 MOST_SCORES = 1 << 30
 """Scores of a problem above which only some rows of every head get a reference: float64 takes a minute of a core for so many."""

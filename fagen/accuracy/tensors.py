@@ -29,10 +29,13 @@ class RandomSource:
     problem: Problem
     head_dim: int
     seed: int
+    v_mean: float = 0.0
+    """Added to V, whose weighted sums then grow with the keys; of V around 0 they do not."""
 
     @property
     def text(self) -> str:
-        return f"N(0, 1) + N(0, 100) · Bernoulli(0.001), seed {self.seed}"
+        shift = f", V + {self.v_mean:g}" if self.v_mean else ""
+        return f"N(0, 1) + N(0, 100) · Bernoulli(0.001){shift}, seed {self.seed}"
 
     @property
     def dtype(self) -> str:
@@ -42,7 +45,7 @@ class RandomSource:
         rng, p = np.random.default_rng((self.seed, 4)), self.problem
         rows = ((p.sq, p.hq), (p.sk, p.hkv), (p.sk, p.hkv))
         q, k, v = (with_outliers(rng, (p.batch, *r, self.head_dim)) for r in rows)
-        return q, k, v
+        return q, k, v + np.float32(self.v_mean)
 
 
 OUTLIERS, OUTLIER_STD = 0.001, np.float32(10)

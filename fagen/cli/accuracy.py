@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 PAPER = Problem(2, 4096, 4096, 16, 16)
 LONG = (Problem(1, 128, 32768, 2, 2), Problem(1, 128, 131072, 2, 2))
 """Few query rows and long keys, where the tensor core's sums lose most."""
+V_MEANS = (0.0, 1.0)
+"""Of long keys: around 0, errors of the sums cancel; away from it, what joins a large sum is cut off it, key after key."""
 SEED = 0
 
 
@@ -44,8 +46,8 @@ def trials(items: Sequence[common.Selected], options: Options) -> list[Trial]:
         raise InputError("SCHEDULE", f"one table is of one head_dim; the schedules have {', '.join(map(str, sorted(head_dims)))}")
     (head_dim,) = head_dims
 
-    def random(problem: Problem) -> RandomSource:
-        return RandomSource(problem, head_dim, seed)
+    def random(problem: Problem, v_mean: float = 0.0) -> RandomSource:
+        return RandomSource(problem, head_dim, seed, v_mean)
 
     wanted: list[tuple[str, Source, Any]]
     if options.input_ is not None:
@@ -55,11 +57,15 @@ def trials(items: Sequence[common.Selected], options: Options) -> list[Trial]:
         wanted = [("outliers", random(Problem(p.batch, p.sq, p.sk, p.hq, p.hkv)), recipes) for p in sizes]
     else:
         wanted = [("outliers", random(PAPER), recipes)]
-        wanted += [(f"{p.sk // 1024}k keys", random(p), long_recipes) for p in LONG]
+        wanted += [(_long_title(p, mean), random(p, mean), long_recipes) for p in LONG for mean in V_MEANS]
     return [
         Trial(title, source, tuple((i.stem, r) for i in items for r in rows(i.attention, i.schedule, source.dtype)))
         for title, source, rows in wanted
     ]
+
+
+def _long_title(problem: Problem, v_mean: float) -> str:
+    return f"{problem.sk // 1024}k keys" + (f", V around {v_mean:g}" if v_mean else "")
 
 
 def select(schedules: Sequence[str], settings: Sequence[str], causal: bool) -> list[common.Selected]:

@@ -113,6 +113,22 @@ def test_outliers_are_those_of_the_paper() -> None:
     assert 0.0003 < (np.abs(x) > 5).mean() < 0.001 and np.abs(x).max() > 25
 
 
+def test_v_may_have_a_mean() -> None:
+    plain, shifted = (accuracy.RandomSource(SMALL, 64, 3, mean).tensors() for mean in (0.0, 1.0))
+    np.testing.assert_array_equal(shifted[1], plain[1])
+    np.testing.assert_array_equal(shifted[2], plain[2] + np.float32(1))
+
+
+def test_the_command_takes_the_paper_and_long_keys_unless_told_otherwise() -> None:
+    items = command.select(["fa3_fp8"], (), False)
+    found = command.trials(items, command.Options())
+    assert [t.title for t in found] == ["outliers", "32k keys", "32k keys, V around 1", "128k keys", "128k keys, V around 1"]
+    assert found[0].source == accuracy.RandomSource(Problem(2, 4096, 4096, 16, 16), 128, 0)
+    assert [len(t.recipes) for t in found] == [len(WAYS), *[len(PROMOTIONS)] * 4]
+    kernels = command.kernels(found)
+    assert len(kernels) == len({k.name for k in kernels}) == 3 + len(PROMOTIONS)
+
+
 def test_a_source_gives_the_same_tensors_again_and_kernels_get_them_in_16_bits() -> None:
     source = accuracy.RandomSource(SMALL, 64, 3)
     for a, b, c in zip(source.tensors(), accuracy.RandomSource(SMALL, 64, 3).tensors(), in_half(source)):
@@ -233,6 +249,21 @@ def test_rows_must_compute_the_same() -> None:
         accuracy.run_trials([mixed], seed=0)
     with pytest.raises(InputError, match="nothing to compare"):
         accuracy.run_trials([trial(Problem(1, 0, 5, 1, 1))], seed=0)
+
+
+def test_promotion_is_for_long_sums_of_one_sign() -> None:
+    """V around 1: without promotion the sum of 8192 keys is so large that what joins it is cut off, by half and more of it."""
+    recipes = accuracy.long_recipes(*load("fa3_fp8", head_dim=64), "fp16")
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((1, n, 1, 64)).astype(np.float32) + shift for n, shift in ((64, 0), (8192, 0), (8192, 1)))
+    want, _ = reference(Attention(head_dim=64), q, k, v)
+    rmse = []
+    for r in recipes:
+        inputs = given(r.quantiser, r.attention, *(cast(x, "fp16") for x in (q, k, v)))
+        out, _ = simulate(r.attention, r.schedule, inputs.q, inputs.k, inputs.v, exact_sums=True, **inputs.descales)
+        rmse.append(float(np.sqrt(np.mean((out.astype(float) - want) ** 2))))
+    never, rarely, always = rmse
+    assert always < rarely < never / 4 and always < 0.01 < 0.03 < never, rmse
 
 
 # measurements -------------------------------------------------------------------------------------------------------------
