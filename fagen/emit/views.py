@@ -12,7 +12,7 @@ from ..plan.counts import copy_loads, scarce
 from ..plan.expr import Expr, as_expr, sym
 from ..plan.kernel import KernelPlan
 from ..plan.layout import ACC64, LAYOUTS
-from . import debug, views_ladder
+from . import debug, views_ladder, views_quantise
 from .templates import Helpers, View, path
 
 PACK = {"bf16": ("pack_bf16", "bf16x2"), "fp16": ("pack_f16", "f16x2")}
@@ -143,7 +143,7 @@ def _global(tensor: str, s: Any, x: Scope, first: Expr | None) -> str:
     """C address of a (batch, seq, heads, dim) tensor at a batch and head, and at a first row; 64-bit, since the strides are."""
     terms = [sym(f"{tensor}_sb"), sym(f"{tensor}_sh"), sym(f"{tensor}_ss")]
     index = [s.batch, s.head, first]
-    return f"p.{tensor}" + "".join(f" + {x.c(i * t)}" for i, t in zip(index, terms) if i is not None)
+    return f"p.{tensor}" + "".join(f" + {x.c(i * t)}" for i, t in zip(index, terms) if i not in (None, as_expr(0)))
 
 
 def _cp_async(s: st.CpAsync, x: Scope) -> tuple[str, View]:
@@ -473,5 +473,6 @@ _VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {
     st.Rescale: _rescale,
     st.Finalise: _finalise,
     **views_ladder.VIEWS,
+    **views_quantise.VIEWS,
     **debug.VIEWS,
 }

@@ -9,9 +9,10 @@ from ..attention import Attention
 from ..errors import InternalError
 from ..schedule import Schedule
 from ..target import Target, target
-from . import barriers, ladder, memory, registers, rules
+from . import barriers, ladder, memory, quantised, registers, rules
 from .expr import Expr, as_expr, maximum, sym
 from .kernel import DESCALES, KernelPlan, Param, Plan, TensorMapRecipe, Workspace
+from .precision import attended
 from .proof import prove
 from .roles.mma_sync import MmaSync
 from .roles.wgmma import Wgmma
@@ -42,9 +43,12 @@ def assemble(attention: Attention, schedule: Schedule, *, debug: bool = False) -
     """The plan without its proof: for the proof itself, its mutants, and tests that break it on purpose."""
     rules.check(attention, schedule)
     t = target(schedule.arch)
-    tiles = Tiles(attention, schedule, t)
+    tiles = Tiles(*attended(attention, schedule), t)
     spaces = tiles.workspaces()
-    if schedule.softmax != "fused":
+    if schedule.precision is not None:
+        kernels, more = quantised.quantise_and_attend(Tiles(attention, schedule, t), _wgmma(tiles, t))
+        spaces = (*spaces, *more)
+    elif schedule.softmax != "fused":
         kernels, spaces = ladder.standard(tiles)
     elif schedule.loop_order == "kv_outer":
         kernels, spaces = ladder.kv_outer(tiles)
@@ -54,6 +58,18 @@ def assemble(attention: Attention, schedule: Schedule, *, debug: bool = False) -
         kernels = tuple(_with_debug(kernel) for kernel in kernels)
         spaces = (*spaces, DEBUG_RECORD)
     return Plan(attention, schedule, t, kernels, spaces, debug)
+
+
+def quantise_plan(attention: Attention, schedule: Schedule) -> Plan:
+    """The plan of the kernels alone that quantise, as a schedule with `precision` says; they leave tensors, descales and shifts as outputs.
+    Of the schedule only precision, scale_granularity, hadamard, smooth_k and the tile sizes matter; nothing else is checked."""
+    t = target(schedule.arch)
+    kernels, spaces = quantised.quantise_only(Tiles(attention, schedule, t))
+    for kernel in kernels:
+        result = prove(kernel, attention, schedule)
+        if not result.ok:
+            raise InternalError(f"{kernel.name} is not synchronised: {result.failures[0]}")
+    return Plan(attention, schedule, t, kernels, spaces)
 
 
 def _wgmma(tiles: Tiles, t: Target) -> KernelPlan:

@@ -70,12 +70,15 @@ class TensorMapRecipe:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Global memory a kernel needs beside its tensors. `zeroed`: 0 before the first launch, and left 0 by every launch."""
+    """Global memory a kernel needs beside its tensors. `zeroed`: 0 before the first launch, and left 0 by every launch.
+
+    `shape`: (batch, heads, rows, cols), row-major, of numbers; of counters ()."""
 
     name: str
     dtype: str
     count: Expr
     zeroed: bool
+    shape: tuple[Expr, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -99,6 +102,8 @@ class KernelPlan:
     smem_bytes: int
     roles: tuple[Role, ...]
     grid: Expr
+    kinds: tuple[Expr, ...] = ()
+    """Where CTAs differ in what they do: the first CTA of each kind but the first. The proof looks at one of each."""
 
     def smem_of(self, name: str) -> Smem:
         return next(s for s in self.smem if s.name == name)

@@ -25,7 +25,6 @@ from ...descales import Descales
 from ...errors import InputError
 from ...plan import plan as make_plan
 from ...plan.kernel import KernelLaunch, KernelPlan, Launch, Plan, Problem, scalar_env
-from ...plan.steps import DTYPE_BYTES
 from ...schedule import Schedule
 from ..blocks import problem_of, scales_of
 from ..numeric import DTYPES, F32, Array
@@ -135,12 +134,13 @@ def _run(
             {name: np.ascontiguousarray(x.transpose(0, 2, 1, 3), np.float32) for name, x in (("q", q), ("k", k), ("v", v))},
             {"out": out, "lse": lse},
             _counters(plan, launch),
-            spaces=_spaces(plan, launch),
+            spaces=_spaces(plan, problem),
             dtypes={w.name: w.dtype for w in plan.workspaces},
             descales=dict(scales),
         )
         for kernel, bound in zip(plan.kernels, launch.kernels):
-            _run_kernel(kernel, bound, memory, seed, num_sms, ctas)
+            whole = schedule.precision is not None and kernel.name != "attention"  # every CTA reads what all of them leave
+            _run_kernel(kernel, bound, memory, seed, num_sms, None if whole else ctas)
         if ctas is None:
             _check_left_zero(plan, memory)
         rows = memory.written["out"] & memory.written["lse"]
@@ -173,19 +173,10 @@ def _counters(plan: Plan, launch: Launch) -> dict[str, npt.NDArray[np.int64]]:
     return {name: np.zeros(size // 4, np.int64) for name, size, _ in launch.workspaces if name in counters}
 
 
-def _spaces(plan: Plan, launch: Launch) -> dict[str, npt.NDArray[Any]]:
-    """Workspaces of numbers, in the shape that their strides over batch, heads and rows say."""
-    strides: dict[str, int] = {}
-    for kernel, bound in zip(plan.kernels, launch.kernels):
-        strides |= scalar_env(kernel, bound)
-    sizes = {name: size for name, size, _ in launch.workspaces}
-    out: dict[str, npt.NDArray[Any]] = {}
-    for w in plan.workspaces:
-        if w.dtype != "i32":
-            count = sizes[w.name] // DTYPE_BYTES[w.dtype]
-            sb, sh, ss = (strides[f"{w.name}_{x}"] for x in ("sb", "sh", "ss"))
-            out[w.name] = np.full((count // sb, sb // sh, sh // ss, ss), np.nan, np.float32)
-    return out
+def _spaces(plan: Plan, problem: Problem) -> dict[str, npt.NDArray[Any]]:
+    """Workspaces of numbers."""
+    env = {f: getattr(problem, f) for f in ("batch", "sq", "sk", "hq", "hkv")}
+    return {w.name: np.full([x.eval(env) for x in w.shape], np.nan, np.float32) for w in plan.workspaces if w.dtype != "i32"}
 
 
 def _check_left_zero(plan: Plan, memory: GlobalMemory) -> None:

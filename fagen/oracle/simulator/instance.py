@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ...plan import steps as st
 from ...plan.expr import Expr, as_expr
 from ..numeric import F32, Array, rounded
-from . import ladder
+from . import ladder, quantise
 from .machine import GlobalMemory, MBarrier, NamedBarrier, SharedSlot, SimulatedFault, Transfer
 from .registers import Product, Register, SharedOperand, multiply
 
@@ -441,6 +441,7 @@ def _share(shape: tuple[int, int], size: int, threads: int, warps: int, index: i
 _PRIVATE = frozenset(
     (
         *ladder.PRIVATE,
+        *quantise.PRIVATE,
         *(st.Let, st.Var, st.Set, st.Advance, st.CpCommit, st.StoreOut, st.StoreRow, st.Fill, st.Limits, st.Mask),
         *(st.OnlineSoftmax, st.Pack, st.Rescale, st.Finalise, st.LoadScale),
         *(st.StaleSoftmax, st.AddSums, st.Calm, st.CopyRow, st.Hold, st.Move),
@@ -488,4 +489,5 @@ _ACTIONS: dict[type[st.Step], Callable[[Instance, Any], Blocked | None]] = {
     st.Rescale: Instance.rescale,
     st.Finalise: Instance.finalise,
     **ladder.ACTIONS,
+    **quantise.ACTIONS,
 }

@@ -46,8 +46,8 @@ class GlobalMemory:
         self.written = {name: np.zeros(x.shape[:3], bool) for name, x in self.outputs.items()}
 
     def tile(self, name: str, batch: int, head: int, first: int, rows: int, limit: int | None = None) -> Array:
-        """Rows first … first + rows − 1 of one head. Rows outside the tensor (TMA) or at or past `limit` (cp.async) are 0."""
-        x = self.inputs[name]
+        """Rows first … first + rows − 1 of one head, of an input or of a workspace with its rows. Rows outside the tensor (TMA) or at or past `limit` (cp.async) are 0."""
+        x = self.inputs[name] if name in self.inputs else self.spaces[name]
         checked = limit is not None
         end = min(first + rows, x.shape[2] if limit is None else limit)
         inside = 0 <= batch < x.shape[0] and 0 <= head < x.shape[1]
@@ -63,7 +63,9 @@ class GlobalMemory:
         return out
 
     def descale(self, name: str, batch: int, head: int) -> np.float32:
-        """Of one batch and KV head; 1 where none was given."""
+        """Of one batch and KV head; 1 where none was given. An earlier kernel may have left it in a workspace."""
+        if name in self.spaces:
+            return np.float32(self.workspace(name, batch, head, 0, 1, 0, 1)[0, 0])
         given = self.descales.get(name)
         one: np.float32 = np.float32(1) if given is None else given[batch, head]
         return one

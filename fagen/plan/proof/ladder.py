@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .. import quantise_steps as Q
 from .. import steps as S
 from .memory import alone, new_fill, part, shared_fill, slot_key, touch
 from .state import Failure, Fill, Line, Read, SlotKey, name
@@ -55,7 +56,7 @@ def _stored(run: Run, line: Line, step: S.Step, issue: int) -> int:
     return end
 
 
-def _store_part(run: Run, line: Line, step: S.StoreStats | S.StoreFrag) -> None:
+def _store_part(run: Run, line: Line, step: S.StoreStats | S.StoreFrag | Q.ShareMax | Q.ShareColumns) -> None:
     """The instance's own part of a ring that all instances fill: a slot of its own."""
     touch(run, line, step)
     key = _part_key(run, step.dst, line.w)
@@ -71,7 +72,7 @@ def _part_key(run: Run, slot: S.Slot, w: int) -> SlotKey:
     return f"{slot.smem} from column {slot.col}" if slot.col else slot.smem, w
 
 
-def _merge(run: Run, line: Line, step: S.MergeStats | S.AddParts) -> None:
+def _merge(run: Run, line: Line, step: S.MergeStats | S.AddParts | Q.TakeMax | Q.StoreColumns) -> None:
     """Reads all instances' parts: those of the block whose own part the instance stored last."""
     touch(run, line, step)
     e = run.event(line, step)
@@ -172,4 +173,8 @@ HANDLERS: dict[type[S.Step], Callable[[Run, Line, Any], None]] = {
     S.LoadAcc: _load_acc,
     S.StoreRow: _store_row,
     S.LoadRow: _load_row,
+    Q.ShareMax: _store_part,
+    Q.TakeMax: _merge,
+    Q.ShareColumns: _store_part,
+    Q.StoreColumns: _merge,
 }
