@@ -64,12 +64,12 @@ def quantise_plan(attention: Attention, schedule: Schedule) -> Plan:
     """The plan of the kernels alone that quantise, as a schedule with `precision` says; they leave tensors, descales and shifts as outputs.
     Of the schedule only precision, scale_granularity, hadamard, smooth_k and the tile sizes matter; nothing else is checked."""
     t = target(schedule.arch)
-    kernels, spaces = quantised.quantise_only(Tiles(attention, schedule, t))
+    kernels, spaces, outputs = quantised.quantise_only(Tiles(attention, schedule, t))
     for kernel in kernels:
         result = prove(kernel, attention, schedule)
         if not result.ok:
             raise InternalError(f"{kernel.name} is not synchronised: {result.failures[0]}")
-    return Plan(attention, schedule, t, kernels, spaces)
+    return Plan(attention, schedule, t, kernels, spaces, outputs=outputs)
 
 
 def _wgmma(tiles: Tiles, t: Target) -> KernelPlan:

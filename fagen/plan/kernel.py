@@ -128,6 +128,8 @@ class Plan:
     kernels: tuple[KernelPlan, ...]
     workspaces: tuple[Workspace, ...]
     debug: bool = False
+    outputs: tuple[Workspace, ...] = ()
+    """What a plan leaves that only quantises, in the place of out and lse."""
 
     @property
     def id(self) -> str:

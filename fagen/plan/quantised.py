@@ -12,7 +12,7 @@ from functools import cached_property
 
 from . import memory
 from .expr import Expr, as_expr, ceildiv, maximum, sym
-from .kernel import DESCALES, KernelPlan, Param, TensorMapRecipe
+from .kernel import DESCALES, KernelPlan, Param, TensorMapRecipe, Workspace
 from .ladder import DIMS, Kernels, Space
 from .roles.quantise import SHIFTED, TENSORS, Quantise
 from .steps import Body, Gmem, Role, Smem, TmaLoad, bodies, number
@@ -31,16 +31,16 @@ def quantise_and_attend(tiles: Tiles, attention: KernelPlan) -> Kernels:
     return (*plan.kernels(), plan.reading(attention), *last), tuple(s.workspace for s in plan.spaces())
 
 
-def quantise_only(tiles: Tiles) -> Kernels:
-    """The kernels that quantise; what they leave is output: tensors (batch, seq, heads, head_dim), descales and shifts."""
+def quantise_only(tiles: Tiles) -> tuple[tuple[KernelPlan, ...], tuple[Workspace, ...], tuple[Workspace, ...]]:
+    """The kernels that quantise, their workspaces, and what they leave: tensors (batch, seq, heads, head_dim), descales and shifts."""
     plan = Quantised(tiles)
     outputs = plan.outputs()
-    used = tuple(s for s in plan.spaces() if s.name not in outputs)
     kernels = tuple(
         replace(k, gmem=tuple(replace(g, use="out") if g.name in outputs else g for g in k.gmem), params=plan.contiguous(k.params))
         for k in plan.kernels()
     )
-    return kernels, tuple(s.workspace for s in used)
+    spaces = [s.workspace for s in plan.spaces()]
+    return kernels, tuple(w for w in spaces if w.name not in outputs), tuple(w for w in spaces if w.name in outputs)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from ...attention import Attention
 from ...descales import Descales
 from ...errors import InputError
 from ...plan import plan as make_plan
-from ...plan.kernel import KernelLaunch, KernelPlan, Launch, Plan, Problem, scalar_env
+from ...plan.kernel import KernelLaunch, KernelPlan, Launch, Plan, Problem, Workspace, scalar_env
 from ...schedule import Schedule
 from ..blocks import problem_of, scales_of
 from ..numeric import DTYPES, F32, Array
@@ -131,10 +131,10 @@ def _run(
     if not problem.empty:
         launch = plan.bind(problem, _contiguous_strides(problem, attention), num_sms)
         memory = GlobalMemory(
-            {name: np.ascontiguousarray(x.transpose(0, 2, 1, 3), np.float32) for name, x in (("q", q), ("k", k), ("v", v))},
+            _inputs(q, k, v),
             {"out": out, "lse": lse},
             _counters(plan, launch),
-            spaces=_spaces(plan, problem),
+            spaces=_spaces(plan.workspaces, problem),
             dtypes={w.name: w.dtype for w in plan.workspaces},
             descales=dict(scales),
         )
@@ -145,6 +145,27 @@ def _run(
             _check_left_zero(plan, memory)
         rows = memory.written["out"] & memory.written["lse"]
     return Simulation(out.transpose(0, 2, 1, 3), lse, rows)
+
+
+def simulate_outputs(plan: Plan, q: Array, k: Array, v: Array, *, seed: int = 0) -> tuple[Problem, dict[str, Array]]:
+    """Run a plan that only quantises: the problem, and what the plan leaves, (batch, heads, rows, cols) float32; NaN where nothing was
+    written. Raises as `simulate` does."""
+    a = plan.attention
+    problem = problem_of(a, q, k, v)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype != DTYPES[a.dtype]:
+            raise InputError(name, f"is {x.dtype}; the attention takes {a.dtype} ({DTYPES[a.dtype]})")
+    memory = GlobalMemory(_inputs(q, k, v), {}, {}, spaces=_spaces((*plan.workspaces, *plan.outputs), problem))
+    if not problem.empty:
+        launch = plan.bind(problem, _contiguous_strides(problem, a), num_sms=2)
+        for kernel, bound in zip(plan.kernels, launch.kernels):
+            _run_kernel(kernel, bound, memory, seed, 2, None)
+    return problem, {w.name: memory.spaces[w.name] for w in plan.outputs}
+
+
+def _inputs(q: Array, k: Array, v: Array) -> dict[str, Array]:
+    """Float32 copies (batch, heads, seq, dim)."""
+    return {n: np.ascontiguousarray(x.transpose(0, 2, 1, 3), np.float32) for n, x in (("q", q), ("k", k), ("v", v))}
 
 
 def _run_kernel(
@@ -173,10 +194,10 @@ def _counters(plan: Plan, launch: Launch) -> dict[str, npt.NDArray[np.int64]]:
     return {name: np.zeros(size // 4, np.int64) for name, size, _ in launch.workspaces if name in counters}
 
 
-def _spaces(plan: Plan, problem: Problem) -> dict[str, npt.NDArray[Any]]:
+def _spaces(wanted: tuple[Workspace, ...], problem: Problem) -> dict[str, npt.NDArray[Any]]:
     """Workspaces of numbers."""
     env = {f: getattr(problem, f) for f in ("batch", "sq", "sk", "hq", "hkv")}
-    return {w.name: np.full([x.eval(env) for x in w.shape], np.nan, np.float32) for w in plan.workspaces if w.dtype != "i32"}
+    return {w.name: np.full([x.eval(env) for x in w.shape], np.nan, np.float32) for w in wanted if w.dtype != "i32"}
 
 
 def _check_left_zero(plan: Plan, memory: GlobalMemory) -> None:
