@@ -122,7 +122,7 @@ class _Run:
         elif message["kind"] == "case":
             n, i = message["item"], message["case"]
             item = self._items[n]
-            future = submit(judge_outputs, item.attention, item.problems[i], self._seed + i, Path(message["file"]))
+            future = submit(judge_outputs, item.attention, item.schedule, item.problems[i], self._seed + i, Path(message["file"]))
             self._waiting[future] = (n, i, message["reason"])
             self.last = (n, i)
         self._collect({f for f in self._waiting if f.done()})

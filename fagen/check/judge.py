@@ -15,9 +15,8 @@ import numpy as np
 from ..attention import Attention
 from ..errors import LaunchError
 from ..oracle import CheckProblem, Verdict, check, compare, make_case, sample_rows, simulate, simulate_sample
-from ..oracle.baseline import baseline_rows, score_step
 from ..oracle.numeric import DTYPES, Array
-from ..oracle.reference import reference_rows
+from ..oracle.yardstick import yardstick
 from ..schedule import Schedule
 from .items import with_reason
 
@@ -68,21 +67,15 @@ def save_outputs(path: Path, out: Array, lse: Array, rows: Array) -> None:
     np.savez(path, out=out[:, rows].view(np.dtype(f"u{out.dtype.itemsize}")), lse=lse[:, :, rows])
 
 
-def judge_outputs(attention: Attention, problem: CheckProblem, seed: int, path: Path) -> Verdict:
+def judge_outputs(attention: Attention, schedule: Schedule, problem: CheckProblem, seed: int, path: Path) -> Verdict:
     """Judge outputs that `save_outputs` kept; makes the inputs again from the seed, and removes the file."""
     rows = sample_rows(problem.sq, seed=seed)
     with np.load(path) as saved:
         out, lse = saved["out"].view(DTYPES[attention.output_dtype]), saved["lse"]
     path.unlink()
     c = make_case(attention, problem, seed=seed)
-    return compare(
-        out,
-        lse,
-        reference=reference_rows(attention, c.q, c.k, c.v, rows, **c.descales),
-        baseline=baseline_rows(attention, c.q, c.k, c.v, rows, **c.descales),
-        dtype=attention.output_dtype,
-        score_step=score_step(attention, c.q, c.k, **c.descales),
-    )
+    want = yardstick(attention, c.q, c.k, c.v, rows, schedule, **c.descales)
+    return compare(out, lse, **want._asdict(), dtype=attention.output_dtype)
 
 
 def judge_simulated(
@@ -105,7 +98,7 @@ def judge_simulated(
             out, lse, rows = part.out, part.lse, part.rows
     except LaunchError as e:  # deadlocks and faults of the simulated machine
         return Verdict(False, float("inf"), 0.0, float("inf"), f"{type(e).__name__}: {e}")
-    return with_reason(check(attention, c.q, c.k, c.v, out, lse, rows=rows, seed=seed, **c.descales), differs)
+    return with_reason(check(attention, c.q, c.k, c.v, out, lse, schedule=schedule, rows=rows, seed=seed, **c.descales), differs)
 
 
 def _bits(x: Array) -> Array:
