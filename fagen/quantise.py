@@ -97,7 +97,7 @@ def quantise(
             places = {n: framework.describe(n, t, handle)[0].ptr for n, t in made.items()}
             kernel.run(device, problem, strides, {n: a.ptr for n, a in arrays.items()} | places, handle)
             framework.finish(handle)
-    return kernel.result(made)
+    return _result(made)
 
 
 def _quantise_numpy(given: dict[str, Any], options: Options, stream: Any) -> Quantised:
@@ -115,7 +115,7 @@ def _quantise_numpy(given: dict[str, Any], options: Options, stream: Any) -> Qua
             kernel.run(device, problem, strides, places, handle)
             for n, t in made.items():
                 staging.download(places[n], t)
-    return kernel.result(made)
+    return _result(made)
 
 
 # what is asked for --------------------------------------------------------------------------------------------------------
@@ -205,9 +205,6 @@ class QuantiseKernel(Kernel):
         """Shape and dtype of what is left, as callers get it."""
         return {w.name: (caller_shape(w, problem, self.plan), w.dtype) for w in self.plan.outputs}
 
-    def result(self, made: Mapping[str, Any]) -> Quantised:
-        return Quantised(*(made[QUANTISED[t]] for t in INPUTS), *(made[n] for n in DESCALES), made.get(SHIFTS))
-
     def run(
         self,
         device: int,
@@ -233,6 +230,12 @@ class QuantiseKernel(Kernel):
             for function, a in kernels:
                 a.write(values)
                 driver.launch(function, a.grid, a.block, a.smem_bytes, stream, a.params)
+
+
+def _result(made: Mapping[str, Any]) -> Quantised:
+    q, k, v = (made[QUANTISED[t]] for t in INPUTS)
+    of_q, of_k, of_v = (made[n] for n in DESCALES)
+    return Quantised(q, k, v, of_q, of_k, of_v, made.get(SHIFTS))
 
 
 def caller_shape(w: Workspace, problem: Problem, plan: Plan) -> tuple[int, ...]:
@@ -276,5 +279,4 @@ def simulate_quantise(
         x = spaces[w.name]
         x = x.transpose(0, 2, 1, 3) if w.name in QUANTISED.values() else x
         made[w.name] = np.ascontiguousarray(x.astype(DTYPES[w.dtype])).reshape(caller_shape(w, problem, plan))
-    return Quantised(*(made[QUANTISED[t]] for t in INPUTS), *(made[n] for n in DESCALES), made.get(SHIFTS))
-
+    return _result(made)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import numpy.typing as npt
 
 from ..attention import Attention
@@ -58,5 +59,5 @@ def yardstick(
     of_q, of_k, of_v = quantised.dequantised()
     out, lse = baseline_rows(inner, of_q, of_k, of_v, rows)
     if quantised.k_mean is not None:
-        lse = lse + lse_shift(q[:, rows], quantised.k_mean, attention.softmax_scale)
+        lse += lse_shift(q[:, np.asarray(rows, np.int64)], quantised.k_mean, attention.softmax_scale)
     return Yardstick(reference, (out, lse), score_step(inner, of_q, of_k))

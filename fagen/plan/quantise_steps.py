@@ -200,3 +200,18 @@ class AddShift(Step):
     src: str
     first: Expr
     limit: Expr
+
+
+MEMORY: dict[type[Step], tuple[tuple[str, ...], tuple[str, ...]]] = {
+    LoadRows: (("src",), ()),
+    ReduceParts: (("src",), ()),
+    LoadColumns: (("src",), ()),
+    LoadScalar: (("src",), ()),
+    ColumnMean: (("sums", "high", "fall"), ("dst",)),
+    StoreColumns: ((), ("dst",)),
+    StoreMax: ((), ("dst",)),
+    Descale: ((), ("dst", "inverse")),
+    QuantiseRows: ((), ("dst", "shift")),
+    AddShift: (("src", "dst"), ("dst",)),
+}
+"""Step → its fields that name global memory it reads, and that it writes (None: not used)."""

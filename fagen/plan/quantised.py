@@ -58,9 +58,7 @@ class Quantised:
     def spaces(self) -> tuple[Space, ...]:
         """Everything the kernels leave for one another."""
         d, build = as_expr(self.tiles.attention.head_dim), self.build
-        out = [
-            Space(QUANTISED[t], "e4m3", SQ if t == "q" else SK, d, heads=HQ if t == "q" else HKV) for t in TENSORS
-        ]
+        out = [Space(QUANTISED[t], "e4m3", SQ if t == "q" else SK, d, heads=HQ if t == "q" else HKV) for t in TENSORS]
         out += [self._of_scales(f"{t}_descale", t) for t in TENSORS]
         if build.by != "block":
             out += [self._of_scales(f"{t}_inverse", t) for t in TENSORS]
@@ -88,7 +86,8 @@ class Quantised:
 
     def contiguous(self, params: tuple[Param, ...]) -> tuple[Param, ...]:
         """Strides of (batch, seq, heads, head_dim) for the quantised tensors."""
-        d, values = self.tiles.attention.head_dim, {}
+        d = self.tiles.attention.head_dim
+        values: dict[str, Expr] = {}
         for t, name in QUANTISED.items():
             rows, heads = (SQ, HQ) if t == "q" else (SK, HKV)
             values |= {f"{name}_sb": rows * heads * d, f"{name}_ss": heads * d, f"{name}_sh": as_expr(d)}

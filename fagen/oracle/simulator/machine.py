@@ -65,7 +65,8 @@ class GlobalMemory:
     def descale(self, name: str, batch: int, head: int) -> np.float32:
         """Of one batch and KV head; 1 where none was given. An earlier kernel may have left it in a workspace."""
         if name in self.spaces:
-            return np.float32(self.workspace(name, batch, head, 0, 1, 0, 1)[0, 0])
+            left: np.float32 = self.workspace(name, batch, head, 0, 1, 0, 1)[0, 0]
+            return left
         given = self.descales.get(name)
         one: np.float32 = np.float32(1) if given is None else given[batch, head]
         return one

@@ -42,7 +42,8 @@ def _below(x: Instance, step: Any, rows: Array) -> Array:
 def _largest(values: Array) -> np.float32:
     """The largest |value| that is finite, 0 where none is."""
     size = np.abs(values)
-    return np.float32(size.max(initial=0.0, where=np.isfinite(size)))
+    largest: np.float32 = size.max(initial=np.float32(0), where=np.isfinite(size))
+    return largest
 
 
 def _abs_max(x: Instance, step: qs.AbsMax) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from ..expr import Expr, as_expr, ceildiv, maximum, minimum, sym
 from ..precision import granularity
@@ -120,9 +121,11 @@ class Quantise:
         return self._role(self._by_tensor(bodies, sym("q_ctas"), sym("k_ctas")), WARPS, frags)
 
     def mean(self) -> Role:
-        where = {"head": H, "batch": B}
-        extremes = {"high": None, "fall": None} if self.by == "block" else {"high": "k_high", "fall": "k_fall"}
-        mean = ColumnMean(dst="k_mean", sums="k_sums", m="m", cols=self.head_dim, parts=sym("k_parts"), rows=SK, **extremes, **where)
+        where: dict[str, Any] = {"head": H, "batch": B}
+        high, fall = (None, None) if self.by == "block" else ("k_high", "k_fall")
+        mean = ColumnMean(
+            dst="k_mean", sums="k_sums", m="m", cols=self.head_dim, parts=sym("k_parts"), rows=SK, high=high, fall=fall, **where
+        )
         largest = () if self.by == "block" else (*self._all_warps(), StoreMax(m="m", dst="k_maxima", row=as_expr(0), **where))
         return self._role((*self._pair(CTA), mean, *largest), WARPS, ("m",))
 
@@ -177,7 +180,8 @@ class Quantise:
     def _chosen(self, bodies: tuple[Body, ...], first: Expr, second: Expr, var: str) -> Body:
         """`var` counts the CTAs of a tensor from 0."""
         q, k, v = ((Let(var=var, value=CTA - start), *body) for start, body in zip((as_expr(0), first, first + second), bodies))
-        return (If(name="q", cond=CTA < first, then=q, orelse=(If(name="k", cond=CTA < first + second, then=k, orelse=v),)),)
+        cta = CTA
+        return (If(name="q", cond=cta < first, then=q, orelse=(If(name="k", cond=cta < first + second, then=k, orelse=v),)),)
 
     def _decode(self, tensor: str, index: Expr) -> Body:
         heads = HQ if tensor == "q" else HKV
@@ -210,7 +214,12 @@ class Quantise:
     def _part_max(self, tensor: str) -> Body:
         largest = AbsMax(m="m", x="x", rotated=self._rotated(tensor), first_row=ROW0, limit=_limit(tensor))
         rows = self._rows(tensor, (self._load(tensor, "x", _limit(tensor)), largest))
-        return (Fill(dst="m", value=0.0), *rows, *self._all_warps(), StoreMax(m="m", dst=f"{tensor}_maxima", row=PART, head=H, batch=B))
+        return (
+            Fill(dst="m", value=0.0),
+            *rows,
+            *self._all_warps(),
+            StoreMax(m="m", dst=f"{tensor}_maxima", row=PART, head=H, batch=B),
+        )
 
     def _columns(self, names: tuple[str, ...]) -> Body:
         """The part's sums of K's columns, and with "high" and "fall" their extremes."""
@@ -230,7 +239,7 @@ class Quantise:
             ),
         )
 
-    def _place(self, tensor: str) -> dict[str, Expr]:
+    def _place(self, tensor: str) -> dict[str, Any]:
         """Of the scale of a CTA's rows."""
         if self.by == "tensor":
             return {"batch": as_expr(0), "head": as_expr(0), "row": as_expr(0)}
