@@ -10,7 +10,7 @@ and the kernel's own parameters, which later expressions may use.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..attention import Attention
 from ..errors import InputError, InternalError
@@ -130,6 +130,13 @@ class Plan:
     debug: bool = False
     outputs: tuple[Workspace, ...] = ()
     """What a plan leaves that only quantises, in the place of out and lse."""
+
+    def part(self, name: str) -> Plan:
+        """The plan with some of its kernels, to launch them alone with the same workspaces: "quantise", those before the attention
+        kernel; "attend", that one and what follows it."""
+        at = next(i for i, k in enumerate(self.kernels) if k.name == "attention")
+        parts = {"quantise": self.kernels[:at], "attend": self.kernels[at:]}
+        return replace(self, kernels=parts[name])
 
     @property
     def id(self) -> str:

@@ -12,10 +12,11 @@ from functools import cached_property
 
 from . import memory
 from .expr import Expr, as_expr, ceildiv, maximum, sym
-from .kernel import DESCALES, KernelPlan, Param, TensorMapRecipe, Workspace
+from .kernel import DESCALES, KernelPlan, Param, Plan, Problem, TensorMapRecipe, Workspace
 from .ladder import DIMS, Kernels, Space
+from .quantise_steps import LoadRows
 from .roles.quantise import SHIFTED, TENSORS, Quantise
-from .steps import Body, Gmem, Role, Smem, TmaLoad, bodies, number
+from .steps import DTYPE_BYTES, Body, Gmem, Role, Smem, TmaLoad, bodies, number, walk
 from .tiles import BATCH, HKV, HQ, SK, SQ, Tiles
 
 QUANTISED = {t: f"{t}_e4m3" for t in TENSORS}
@@ -223,3 +224,14 @@ def _renamed(body: Body) -> Body:
             step = replace(step, src=QUANTISED[step.src])
         out.append(replace(step, **{f: _renamed(b) for f, b in bodies(step)}))  # type: ignore[arg-type]
     return tuple(out)
+
+
+def moved_bytes(plan: Plan, problem: Problem) -> int:
+    """What the kernels of a plan that quantise move of tensors: q, k and v as often as they read them, the 8-bit copies once."""
+    p, d = problem, plan.attention.head_dim
+    elements = {"q": p.batch * p.sq * p.hq * d, "k": p.batch * p.sk * p.hkv * d, "v": p.batch * p.sk * p.hkv * d}
+    total = sum(elements.values()) * DTYPE_BYTES["e4m3"]
+    for kernel in plan.part("quantise").kernels:
+        read = {s.src for r in kernel.roles for s in walk(r.body) if isinstance(s, LoadRows)}
+        total += sum(elements[t] for t in read) * DTYPE_BYTES[plan.attention.dtype]
+    return total
