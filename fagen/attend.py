@@ -38,6 +38,7 @@ def attention(
     *,
     causal: bool = False,
     scale: float | None = None,
+    precision: str | None = None,
     return_lse: bool = False,
     out: Any = None,
     lse: Any = None,
@@ -51,7 +52,8 @@ def attention(
     q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, kv_heads, head_dim), of torch, CuPy, JAX, another exporter of
     DLPack, or NumPy, with strides as `Kernel` takes them; bf16, fp16 or e4m3; head_dim 64, 128 or 256; heads a multiple of kv_heads.
     `causal`: row i sees key j if j ≤ i + seqlen_k − seqlen_q. `scale`: None is head_dim ** −0.5; it is a constant of a 16-bit kernel,
-    so every other value compiles one of its own. `out`, `lse`, `stream` and the descales (e4m3 only) as for `Kernel`.
+    so every other value compiles one of its own. `precision`: "fp8" computes the products in e4m3; 16-bit tensors are then quantised first
+    (rotated, one scale for each batch and KV head), by kernels of the same plan; e4m3 tensors are computed so anyhow. `out`, `lse`, `stream` and the descales (e4m3 only) as for `Kernel`.
 
     Returns out (batch, seqlen_q, heads, head_dim), of q's dtype (e4m3: bf16, or the type of a given `out`); with `return_lse` the pair
     (out, lse), lse (batch, heads, seqlen_q) in float32, the natural logarithm. No gradients are recorded.
@@ -67,12 +69,23 @@ def attention(
     kernel = key = None
     try:
         device = q.get_device() if torch is not None and isinstance(q, torch.Tensor) else _device(q)
-        key = (q.shape, k.shape, q.dtype, device, causal, scale, type(causal), type(scale), None if out is None else out.dtype)
+        key = (
+            q.shape,
+            k.shape,
+            q.dtype,
+            device,
+            causal,
+            scale,
+            type(causal),
+            type(scale),
+            None if out is None else out.dtype,
+            precision,
+        )
         kernel = _calls.get(key)
     except (AttributeError, TypeError):  # an exporter of DLPack and no more, or what is no tensor: described below
         key = None
     if kernel is None:
-        kernel = _kernel(q, k, v, causal, scale, out, lse, stream, key)
+        kernel = _kernel(q, k, v, causal, scale, precision, out, lse, stream, key)
     result = kernel(q, k, v, out, lse, stream, q_descale, k_descale, v_descale)
     return result if return_lse else result[0]
 
@@ -82,13 +95,18 @@ def _device(q: Any) -> int:
     return driver.current_device() if framework is None else framework.device("q", q)
 
 
-def _kernel(q: Any, k: Any, v: Any, causal: bool, scale: Any, out: Any, lse: Any, stream: Any, key: Hashable | None) -> Kernel:
+def _kernel(
+    q: Any, k: Any, v: Any, causal: bool, scale: Any, precision: Any, out: Any, lse: Any, stream: Any, key: Hashable | None
+) -> Kernel:
     """The kernel for a call, which is then remembered under `key`. Everything is checked before anything is compiled."""
+    if precision not in (None, "fp8"):
+        raise InputError("precision", f"is {precision!r}; expected None or 'fp8'")
     given = {n: t for n, t in (("q", q), ("k", k), ("v", v), ("out", out), ("lse", lse)) if n in "qkv" or t is not None}
     arrays = _described(given, stream)
     wanted = _attention(arrays, causal, scale)
     problem, _ = check(wanted, arrays["q"], arrays["k"], arrays["v"], arrays.get("out"), arrays.get("lse"))
-    schedule = tuned.choose(wanted, problem, driver.device_info(arrays["q"].device)).schedule
+    choose = tuned.choose_quantised if precision == "fp8" and wanted.dtype in tuned.HALF_TYPES else tuned.choose
+    schedule = choose(wanted, problem, driver.device_info(arrays["q"].device)).schedule
     with _setup:
         kernel = _kernels.get((wanted, schedule))
         if kernel is None:

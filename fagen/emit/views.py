@@ -198,7 +198,8 @@ def _load_scale(s: st.LoadScale, x: Scope) -> tuple[str, View]:
         return f"descale(p.{name}, {at}, p.{name}_value)"
 
     constant = [] if s.constant == 1 else ["SCALE_LOG2"]
-    return "load_scale", {"var": s.var, "product": " * ".join([*constant, *map(descale, s.factors)])}
+    product = " * ".join([*constant, *map(descale, s.factors)])
+    return "load_scale", {"var": s.var, "product": product if s.least is None else f"fmaxf({product}, {s.least:.9g}f)"}
 
 
 def _store_out(s: st.StoreOut, x: Scope) -> tuple[str, View]:

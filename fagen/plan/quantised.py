@@ -16,11 +16,13 @@ from .kernel import DESCALES, KernelPlan, Param, Plan, Problem, TensorMapRecipe,
 from .ladder import DIMS, Kernels, Space
 from .quantise_steps import LoadRows
 from .roles.quantise import SHIFTED, TENSORS, Quantise
-from .steps import DTYPE_BYTES, Body, Gmem, Role, Smem, TmaLoad, bodies, number, walk
+from .steps import DTYPE_BYTES, Body, Gmem, LoadScale, Role, Smem, TmaLoad, bodies, number, walk
 from .tiles import BATCH, HKV, HQ, SK, SQ, Tiles
 
 QUANTISED = {t: f"{t}_e4m3" for t in TENSORS}
 """Tensor → the workspace (or output) that holds it in e4m3."""
+STANDS_FOR_ZERO = 2.0**-100
+"""Scores times this vanish."""
 SHIFTS = "lse_shifts"
 """(batch, heads, seqlen_q): what smoothing takes off the scores of each row, in natural units."""
 
@@ -137,7 +139,7 @@ class Quantised:
         return KernelPlan(
             name=name,
             threads=role.threads,
-            min_ctas=1,
+            min_ctas=(2 if self.build.smooth else 3) if streams else 1,
             gmem=gmem,
             pointers=tuple(g.name for g in gmem),
             params=(*strides, *(p for s in used for p in s.params()), *self._sizes(streams)),
@@ -217,11 +219,14 @@ class Quantised:
 
 
 def _renamed(body: Body) -> Body:
-    """The same steps, with loads from the workspaces."""
+    """The same steps, with loads from the workspaces. Two descales of all-zero rows vanish in float32 when multiplied, and 0 · −∞ of a
+    masked score would be NaN: their product has a least value too."""
     out = []
     for step in body:
         if isinstance(step, TmaLoad):
             step = replace(step, src=QUANTISED[step.src])
+        elif isinstance(step, LoadScale) and "v_descale" not in step.factors:
+            step = replace(step, least=STANDS_FOR_ZERO)
         out.append(replace(step, **{f: _renamed(b) for f, b in bodies(step)}))  # type: ignore[arg-type]
     return tuple(out)
 

@@ -432,7 +432,7 @@ class TransposeV(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class LoadScale(Step):
-    """float `var` = `constant` · the descales `factors` of this batch and KV head.
+    """float `var` = `constant` · the descales `factors` of this batch and KV head; `least`: at least that.
 
     Descales are (batch, KV heads) float32 arrays with any strides, or one number each."""
 
@@ -441,6 +441,7 @@ class LoadScale(Step):
     factors: tuple[str, ...]
     head: Expr
     batch: Expr
+    least: float | None = None
 
 
 # persistent tiles claimed at run time ------------------------------------------------------------------------------------

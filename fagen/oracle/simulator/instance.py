@@ -226,6 +226,8 @@ class Instance:
         self.scalars[step.var] = np.float32(step.constant)
         for name in step.factors:
             self.scalars[step.var] *= self.cta.memory.descale(name, *place)
+        if step.least is not None:
+            self.scalars[step.var] = max(self.scalars[step.var], np.float32(step.least))
 
     def load_frag(self, step: st.LoadFrag) -> None:
         dst = self.registers[step.dst]
