@@ -174,9 +174,11 @@ def structure(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
         )
     if s.softmax != "fused":
         yield from _structure_materialised(s)
-    yield from _structure_quantised(attention, s)
-    inner, s = attended(attention, s) if s.mma == "wgmma" else (attention, s)
-    yield from _structure_precision(inner, s)
+    wrong = tuple(_structure_quantised(attention, s))
+    yield from wrong
+    inner, s = (attention, s) if wrong else attended(attention, s)
+    if s.precision is None:  # else there is no such attention kernel
+        yield from _structure_precision(inner, s)
     if s.mma == "wgmma":
         yield from _structure_wgmma(s)
     else:

@@ -19,6 +19,7 @@ from fagen.emit import Source, code_sha256, emit, templates
 from fagen.library import builtin_names, resource_dir
 from fagen.plan import Plan, plan
 from fagen.plan.steps import Loop, walk
+from fagen.quantise import checked_options, plan_of
 
 ROOT = Path(fagen.__file__).parents[1]
 
@@ -40,6 +41,9 @@ def variants() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "fa3_fp8", {"reference": "stale", "tile_kv": 160, "mask": "causal"}
     yield "fa3", {"reference": "stale", "tile_kv": 112, "fuse_tiles": True}
     yield "fa3_fp8", {"v_transposed": True}
+    yield "fa3_fp8", {"dtype": "bf16", "precision": "e4m3"}
+    yield "fa3_fp8", {"dtype": "fp16", "precision": "e4m3", "hadamard": True, "head_dim": 64}
+    yield "fa3_fp8", {"dtype": "bf16", "precision": "e4m3", "smooth_k": True, "hadamard": True, "head_dim": 256}
     yield "fa2", {"parallelism": "batch_heads", "stages": 1}
     yield "fa2", {"tile_q": 256, "tile_kv": 32, "dtype": "fp16", "head_dim": 64, "warps": 8}
     yield "standard", {"softmax": "two_pass", "dtype": "fp16"}
@@ -260,6 +264,7 @@ def test_every_template_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         p = fagen.load(name, **dict(changes))
         emit(plan(*p))
         emit(plan(*p, debug=True))
+    emit(plan_of(64, "bf16", checked_options("block", True, True, 64, 64, None)))
     folder = resource_dir("templates")
     there = {str(path.relative_to(folder)) for path in folder.rglob("*.jinja")}
     assert used == there

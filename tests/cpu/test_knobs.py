@@ -24,8 +24,7 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "sink": (True,),
     "parallelism": ("kv_splits",),
     "p_operand": ("shared",),
-    "scale_granularity": ("tensor", "head", "block"),
-    "hadamard": (True,),
+    "scale_granularity": ("tensor", "block"),
 }
 NOT_YET_SET: dict[str, tuple[object, ...]] = {
     "window": ((128, 0), (0, 0)),
@@ -40,6 +39,8 @@ Changes = dict[str, Any]
 FA2, FA3 = tuple(fagen.load("fa2", head_dim=64)), tuple(fagen.load("fa3", head_dim=64))
 FA1, STANDARD = tuple(fagen.load("fa1", head_dim=64)), tuple(fagen.load("standard", head_dim=64))
 FP8: Pair = tuple(fagen.load("fa3_fp8", head_dim=64))
+QUANTISED: Pair = tuple(fagen.load("fa3_fp8", head_dim=64, dtype="bf16", precision="e4m3"))
+"""16-bit tensors that the plan quantises."""
 FA3_2: Pair = (FA3[0], FA3[1].replace(tile_q=128, consumers=2, tile_kv=64))
 """Two consumers at head_dim 64."""
 UNIFORM: Changes = {"roles": "uniform", "overlap": "none", "tile_kv": 64}
@@ -101,8 +102,10 @@ ACCEPTED: dict[str, list[tuple[object, Pair, Changes]]] = {
     "softmax": [("fused", FA3, {}), ("fused", FA2, {}), ("three_pass", STANDARD, {}), ("two_pass", STANDARD, {})],
     "normalise": [("once", FA3, {}), *((n, base, {}) for n in ("once", "each_step") for base in (FA1, FA2))],
     "reference": [("running", FA3, {}), ("running", FA2, {}), *(("stale", base, {"overlap": o, "tile_kv": 64}) for base in (FA3, FP8) for o in ("within", "both"))],
-    "scale_granularity": [(None, FA3, {})],
-    "hadamard": [(False, FA3, {})],
+    "precision": [(None, FA3, {}), (None, FP8, {}), ("e4m3", QUANTISED, {}), ("e4m3", QUANTISED, {"dtype": "fp16"})],
+    "scale_granularity": [(None, FA3, {}), *((g, base, {}) for g in (None, "head") for base in (FP8, QUANTISED))],
+    "hadamard": [(False, FA3, {}), *((h, QUANTISED, {}) for h in (False, True))],
+    "smooth_k": [(False, FA3, {}), *((s, QUANTISED, {"hadamard": h}) for s in (False, True) for h in (False, True))],
     "v_transposed": [(False, FA3, {}), (False, FP8, {}), (True, FP8, {}), (True, FP8, {**UNIFORM, "overlap": "within"})],
     "promote_every": [(None, FA3, {})],
 }  # fmt: skip
@@ -138,13 +141,16 @@ EFFECT: dict[str, list[tuple[Pair, Changes, Changes]]] = {
     "fuse_tiles": [(FA3, STALE, {**STALE, "fuse_tiles": True})],
     "reference": [(base, {"tile_kv": 64}, {"tile_kv": 64, "reference": "stale"}) for base in (FA3, FP8)],
     "v_transposed": [(FP8, {"v_transposed": False}, {"v_transposed": True})],
+    "precision": [(QUANTISED, {"precision": None, "tile_kv": 128}, {"tile_kv": 128})],
+    "hadamard": [(QUANTISED, {"hadamard": False}, {"hadamard": True})],
+    "smooth_k": [(QUANTISED, {"hadamard": h}, {"hadamard": h, "smooth_k": True}) for h in (False, True)],
 }  # fmt: skip
 
 ONE_VALUE = {
     "head_dim_v": "None or head_dim itself",
     **dict.fromkeys(NOT_YET_SET, "None until it is honoured"),
     **dict.fromkeys(
-        ("sink", "p_operand", "scale_granularity", "hadamard"),
+        ("sink", "p_operand", "scale_granularity"),
         "the others are not yet honoured",
     ),
 }  # fmt: skip
@@ -233,6 +239,8 @@ def test_defaults_are_the_same_as_their_values() -> None:
         (FA3, {"scale": 0.125}),
         (FA3_2, {"registers": (24, 240)}),
         (FA3, {"stages": (2, 2)}),
+        (FP8, {"scale_granularity": "head"}),
+        (QUANTISED, {"scale_granularity": "head"}),
     ]
     for base, changes in same:
         assert emit(fagen.plan(*base)).code_sha256 == emit(fagen.plan(*change(base, changes))).code_sha256

@@ -65,11 +65,16 @@ class GlobalMemory:
     def descale(self, name: str, batch: int, head: int) -> np.float32:
         """Of one batch and KV head; 1 where none was given. An earlier kernel may have left it in a workspace."""
         if name in self.spaces:
-            left: np.float32 = self.workspace(name, batch, head, 0, 1, 0, 1)[0, 0]
-            return left
+            return self._left(name, batch, head)
         given = self.descales.get(name)
         one: np.float32 = np.float32(1) if given is None else given[batch, head]
         return one
+
+    def _left(self, name: str, *place: int) -> np.float32:
+        """A descale that an earlier kernel left: of a tensor, of a batch and head, or of a block in it."""
+        batch, head, block = (*place, 0, 0, 0)[:3]
+        found: np.float32 = self.workspace(name, batch, head, block, 1, 0, 1)[0, 0]
+        return found
 
     def workspace(self, name: str, batch: int, head: int, first: int, rows: int, col: int, cols: int) -> Array:
         """A view of some rows and columns of a workspace's head."""

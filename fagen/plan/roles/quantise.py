@@ -113,12 +113,12 @@ class Quantise:
     def measure(self) -> Role:
         """With scales per block only K's mean is wanted."""
         if self.by == "block":
-            return self._role((*self._decode("k", CTA), *self._columns(("sum",))), WARPS, ("x", "sum"))
+            return self._role("measure", (*self._decode("k", CTA), *self._columns(("sum",))), WARPS, ("x", "sum"))
         names = ("sum", "high", "fall")
         of_k = self._columns(names) if self.smooth else self._part_max("k")
         bodies = (self._part_max("q"), of_k, self._part_max("v"))
         frags = ("x", "m", *(names if self.smooth else ()))
-        return self._role(self._by_tensor(bodies, sym("q_ctas"), sym("k_ctas")), WARPS, frags)
+        return self._role("measure", self._by_tensor(bodies, sym("q_ctas"), sym("k_ctas")), WARPS, frags)
 
     def mean(self) -> Role:
         where: dict[str, Any] = {"head": H, "batch": B}
@@ -127,7 +127,7 @@ class Quantise:
             dst="k_mean", sums="k_sums", m="m", cols=self.head_dim, parts=sym("k_parts"), rows=SK, high=high, fall=fall, **where
         )
         largest = () if self.by == "block" else (*self._all_warps(), StoreMax(m="m", dst="k_maxima", row=as_expr(0), **where))
-        return self._role((*self._pair(CTA), mean, *largest), WARPS, ("m",))
+        return self._role("mean", (*self._pair(CTA), mean, *largest), WARPS, ("m",))
 
     def scales(self) -> Role:
         bodies = []
@@ -140,22 +140,22 @@ class Quantise:
                 body = (*self._pair(sym("pair")), ReduceParts(m="m", src=f"{t}_maxima", first=first, count=parts))
             bodies.append((*body, *self._all_warps(), self._descale(t, f"{t}_inverse")))
         each = as_expr(1) if self.by == "tensor" else PAIRS
-        return self._role(self._chosen(tuple(bodies), each, each, "pair"), WARPS, ("m",))
+        return self._role("scales", self._chosen(tuple(bodies), each, each, "pair"), WARPS, ("m",))
 
     def quantise(self) -> Role:
         streams = self.by != "block"
         bodies = tuple(self._streamed(t) if streams else self._block(t) for t in TENSORS)
         frags = ("x",) if streams else ("m", *dict.fromkeys(self._x(t) for t in TENSORS))
         frags += ("mean",) if self.smooth else ()
-        return self._role(self._by_tensor(bodies, sym("q_ctas"), sym("k_ctas")), self.warps, frags)
+        return self._role("quantise", self._by_tensor(bodies, sym("q_ctas"), sym("k_ctas")), self.warps, frags)
 
     def lse_shift(self) -> Role:
         add = AddShift(dst="lse", src="lse_shifts", first=CTA * SHIFTED, limit=sym("elements"))
-        return self._role((add,), SHIFTED // 32, ())
+        return self._role("lse_shift", (add,), SHIFTED // 32, ())
 
     # their parts ----------------------------------------------------------------------------------------------------------
 
-    def _role(self, body: Body, warps: int, frags: tuple[str, ...]) -> Role:
+    def _role(self, name: str, body: Body, warps: int, frags: tuple[str, ...]) -> Role:
         d, half = self.head_dim, self.tiles.attention.dtype
         shapes = {
             "x": Frag("x", self.rows_of("q", True), d, half, "lanes"),
@@ -164,7 +164,7 @@ class Quantise:
             "m": Frag("m", 1, 1, "fp32", "lane"),
             **{n: Frag(n, 1, d, "fp32", "columns") for n in ("sum", "high", "fall", "mean")},
         }
-        return Role("warps", warps, 1, False, None, tuple(shapes[n] for n in frags), (), body)
+        return Role(name, warps, 1, False, None, tuple(shapes[n] for n in frags), (), body)
 
     def _x(self, tensor: str) -> str:
         return "x" if self.by != "block" else "x_q" if tensor == "q" else "x_kv"
