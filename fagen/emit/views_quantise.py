@@ -38,15 +38,57 @@ def _rows_address(tensor: str, s: Any, frag: st.Frag, x: Scope) -> str:
     return f"{x.address(tensor, s, None)} + {x.c(_column(frag))}"
 
 
-def _values(frag: st.Frag, rotated: bool, x: Scope) -> View:
-    """How a helper gets a lane's 16 values of a row as float32, and what its name says of it."""
+def _frag(rows: str | qs.Staged, x: Scope) -> st.Frag:
+    """The shape of a warp's rows, in registers or staged."""
+    if isinstance(rows, str):
+        return x.frag(rows)
+    tile = x.kernel.smem_of(rows.smem)
+    return st.Frag(rows.smem, rows.rows, tile.cols, tile.dtype, "lanes")
+
+
+def _values(rows: str | qs.Staged, rotated: bool, x: Scope) -> View:
+    """How a helper gets a lane's 16 values of a row as float32, and what its name says of it; and how the rows are handed to it."""
+    frag = _frag(rows, x)
     unpack = UNPACK[frag.dtype]
     x.helpers.need(f"ptx/{unpack}")
-    if not rotated:
-        return {"suffix": "", "of_row": f"{unpack}(v, x[r])", "rows": frag.blocks, "warp_rows": frag.unit_rows}
-    flips = _flips(frag.cols)
-    x.helpers.need("steps/rotate", {"unpack": unpack, "lanes": _lanes(frag), "head_dim": frag.cols, "signs": flips})
-    return {"suffix": "_rotated", "of_row": "rotated(v, x[r])", "rows": frag.blocks, "warp_rows": frag.unit_rows}
+    if rotated:
+        names = {"unpack": unpack, "lanes": _lanes(frag), "head_dim": frag.cols, "signs": _flips(frag.cols)}
+        x.helpers.need("steps/rotate", names)
+    values = {"suffix": "_rotated" if rotated else "", "warp_rows": frag.unit_rows}
+    convert = "rotated" if rotated else unpack
+    if isinstance(rows, str):
+        held = {"of_row": [f"{convert}(v, x[r]);"], "x_type": "const u32 (&x)[N][8]", "x": rows, "unroll": "", "count": ""}
+        return values | held
+    x.helpers.need("steps/stage_rows", _staging(rows, x))
+    of_row = ["u32 y[8];", "ld_staged(y, x, r);", f"{convert}(v, y);"]
+    count = f"<{frag.blocks}>"
+    return (
+        values
+        | {"of_row": of_row, "x_type": "u32 x", "x": _own(rows), "unroll": " 1", "count": count}
+        | {"suffix": f"{values['suffix']}_staged"}
+    )
+
+
+def _own(rows: qs.Staged) -> str:
+    """Address of the lane's first 16 bytes."""
+    return f"smem_{rows.smem} + threadIdx.x * 16"
+
+
+def _staging(rows: qs.Staged, x: Scope) -> View:
+    """Units of 16 bytes lie apart by those of all threads, so that neighbouring lanes are neighbours."""
+    return {"apart": x.role.threads * 16, "warp_rows": _frag(rows, x).unit_rows}
+
+
+def _stage_rows(s: qs.StageRows, x: Scope) -> tuple[str, View]:
+    frag = _frag(s.dst, x)
+    return "stage_rows", _staging(s.dst, x) | {
+        "rows": frag.blocks,
+        "dst": _own(s.dst),
+        "src": _rows_address(s.src, s, frag, x),
+        "stride": f"p.{s.src}_ss",
+        "row": _row(s, frag, x),
+        "limit": x.c(s.limit),
+    }
 
 
 def _flips(head_dim: int) -> list[str]:
@@ -72,8 +114,8 @@ def _load_rows(s: qs.LoadRows, x: Scope) -> tuple[str, View]:
 
 
 def _abs_max(s: qs.AbsMax, x: Scope) -> tuple[str, View]:
-    frag = x.frag(s.x)
-    values = _values(frag, s.rotated, x) | {"m": f"{s.m}[0]", "x": s.x}
+    frag = _frag(s.x, x)
+    values = _values(s.x, s.rotated, x) | {"m": f"{s.m}[0]"}
     if s.centre is None:
         return "abs_max", values
     return "abs_max_centred", values | {"centre": f"{s.centre}[0]", "row": _row(s, frag, x), "limit": x.c(s.limit)}
@@ -81,7 +123,7 @@ def _abs_max(s: qs.AbsMax, x: Scope) -> tuple[str, View]:
 
 def _column_stats(s: qs.ColumnStats, x: Scope) -> tuple[str, View]:
     frag = x.frag(s.x)
-    values = _values(frag, s.rotated, x) | {"x": s.x, "sum": f"{s.sum}[0]", "row": _row(s, frag, x), "limit": x.c(s.limit)}
+    values = _values(s.x, s.rotated, x) | {"sum": f"{s.sum}[0]", "row": _row(s, frag, x), "limit": x.c(s.limit)}
     if s.high is None:
         return "column_sums", values
     return "column_stats", values | {"high": f"{s.high}[0]", "fall": f"{s.fall}[0]"}
@@ -173,8 +215,8 @@ def _load_scalar(s: qs.LoadScalar, x: Scope) -> tuple[str, View]:
 
 
 def _quantise_rows(s: qs.QuantiseRows, x: Scope) -> tuple[str, View]:
-    frag = x.frag(s.x)
-    values = _values(frag, s.rotated, x)
+    frag = _frag(s.x, x)
+    values = _values(s.x, s.rotated, x)
     suffix, parameters, arguments, before = values["suffix"], "", "", []
     if s.centre is not None:
         suffix += "_centred"
@@ -195,7 +237,6 @@ def _quantise_rows(s: qs.QuantiseRows, x: Scope) -> tuple[str, View]:
         "parameters": parameters,
         "arguments": arguments,
         "before": before,
-        "x": s.x,
         "dst": _rows_address(s.dst, s, frag, x),
         "stride": f"p.{s.dst}_ss",
         "scale": s.scale,
@@ -210,6 +251,7 @@ def _add_shift(s: qs.AddShift, x: Scope) -> tuple[str, View]:
 
 VIEWS: dict[type[st.Step], Make] = {
     qs.LoadRows: _load_rows,
+    qs.StageRows: _stage_rows,
     qs.AbsMax: _abs_max,
     qs.ColumnStats: _column_stats,
     qs.ShareMax: _share_max,

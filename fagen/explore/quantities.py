@@ -14,7 +14,7 @@ from ..errors import InternalError
 from ..plan.counts import K_BYTES, MAX_N, MMA_SYNC_N
 from ..plan.expr import Expr, IntLike, as_expr, maximum, minimum
 from ..plan.kernel import KernelPlan
-from ..plan.quantise_steps import MEMORY
+from ..plan.quantise_steps import MEMORY, Staged
 from ..plan.steps import DTYPE_BYTES, Frag, Role, Slot, Smem, Step
 
 Key = tuple[str, ...]
@@ -187,17 +187,25 @@ def _load_scale(s: _Scope, step: Any) -> tuple[Quantity, ...]:
 
 
 def _streamed(s: _Scope, step: Any) -> tuple[Quantity, ...]:
-    """LoadRows: rows to registers."""
-    frag = s.frag(step.dst)
-    amount = _rows(frag.rows, step.first_row, step.limit) * s.row_bytes(step.src, frag.cols)
+    """LoadRows, StageRows: a warp's own rows."""
+    rows, cols = _shape(s, step.dst)
+    amount = _rows(rows, step.first_row, step.limit) * s.row_bytes(step.src, cols)
     return (Quantity(("in", step.src), amount, (step.first_row, step.head, step.batch)),)
+
+
+def _shape(s: _Scope, rows: str | Staged) -> tuple[int, int]:
+    """Rows and columns of a warp's rows."""
+    if isinstance(rows, Staged):
+        return rows.rows, s.kernel.smem_of(rows.smem).cols
+    frag = s.frag(rows)
+    return frag.rows, frag.cols
 
 
 def _quantised(s: _Scope, step: Any) -> tuple[Quantity, ...]:
     """QuantiseRows: rows of 8-bit values, and of each row a number where they have one."""
-    frag, place = s.frag(step.x), (step.first_row, step.head, step.batch)
-    rows = _rows(frag.rows, step.first_row, step.limit)
-    out = [Quantity(("out", step.dst), rows * s.row_bytes(step.dst, frag.cols), place)]
+    (most, cols), place = _shape(s, step.x), (step.first_row, step.head, step.batch)
+    rows = _rows(most, step.first_row, step.limit)
+    out = [Quantity(("out", step.dst), rows * s.row_bytes(step.dst, cols), place)]
     if step.shift is not None:
         out.append(Quantity(("out", step.shift), rows * s.row_bytes(step.shift, 1), place))
     return tuple(out)
@@ -247,7 +255,7 @@ COSTS: Mapping[str, Callable[[_Scope, Any], tuple[Quantity, ...]]] = {
     "LoadAcc": _loaded,
     "LoadRow": _loaded,
     "LoadScale": _load_scale,
-    "LoadRows": _streamed,
+    **dict.fromkeys(("LoadRows", "StageRows"), _streamed),
     "QuantiseRows": _quantised,
     **dict.fromkeys(
         ("ReduceParts", "ColumnMean", "StoreColumns", "StoreMax", "Descale", "LoadScalar", "LoadColumns", "AddShift"), _numbers

@@ -2,7 +2,8 @@
 
 A row of head_dim columns lies in head_dim / 16 lanes, 16 neighbouring columns each (`Frag` layout "lanes"); a warp holds 512 / head_dim
 rows for every row of a lane. Rows are kept as they were loaded, in 16 bits; every step that uses them unpacks and, where `rotated`, rotates
-them anew (plan/rotation.py): registers for two passes over a block would be dearer.
+them anew (plan/rotation.py). Where rows are used twice, by a block's maximum and by its rounding, they wait in shared memory (`Staged`):
+registers for a block would leave room for few warps, and so for few bytes in flight.
 
 Workspaces are written by whole CTAs that share nothing, and read by later kernels.
 """
@@ -17,6 +18,29 @@ from .steps import Slot, Step
 
 LEAST_AMAX = 448.0 * 2.0**-100
 """No scale stands for less: 448 / amax and descales are normal float32 numbers when every element is 0."""
+
+
+@dataclass(frozen=True)
+class Staged:
+    """`rows` rows of a warp in the shared memory `smem`, from its row `row` on. Every lane's part is its own: it copied it, and nobody else
+    reads it; so it lies lane by lane, in units of 16 bytes."""
+
+    smem: str
+    rows: int
+    row: Expr
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageRows(Step):
+    """Asynchronous (cp.async): as LoadRows, to shared memory. Belongs to the group that the next CpCommit closes; the lane may use what
+    it copied after the CpWait that covers it."""
+
+    dst: Staged
+    src: str
+    first_row: Expr
+    limit: Expr
+    head: Expr
+    batch: Expr
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +62,7 @@ class AbsMax(Step):
     `limit` do not count (uncentred they are 0)."""
 
     m: str
-    x: str
+    x: str | Staged
     rotated: bool
     first_row: Expr
     limit: Expr
@@ -172,13 +196,13 @@ class LoadScalar(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class QuantiseRows(Step):
-    """Registers → global: rows first_row … of `x`, (value − centre) · `scale` rounded to e4m3, ±448 at most, as 16-byte stores; rows at or
+    """Registers or staged rows → global: rows first_row … of `x`, (value − centre) · `scale` rounded to e4m3, ±448 at most, as 16-byte stores; rows at or
     past `limit` are not written.
 
     `shift`: factor · Σ value · dots of each row → that workspace, where `dots` are numbers for the lane's columns: what smoothing takes
     off every score of the row."""
 
-    x: str
+    x: str | Staged
     dst: str
     scale: str
     rotated: bool
@@ -204,6 +228,7 @@ class AddShift(Step):
 
 MEMORY: dict[type[Step], tuple[tuple[str, ...], tuple[str, ...]]] = {
     LoadRows: (("src",), ()),
+    StageRows: (("src",), ()),
     ReduceParts: (("src",), ()),
     LoadColumns: (("src",), ()),
     LoadScalar: (("src",), ()),

@@ -14,7 +14,7 @@ from . import memory
 from .expr import Expr, as_expr, ceildiv, maximum, sym
 from .kernel import DESCALES, KernelPlan, Param, Plan, Problem, TensorMapRecipe, Workspace
 from .ladder import DIMS, Kernels, Space
-from .quantise_steps import LoadRows
+from .quantise_steps import LoadRows, StageRows
 from .roles.quantise import SHIFTED, TENSORS, Quantise
 from .steps import DTYPE_BYTES, Body, Gmem, LoadScale, Role, Smem, TmaLoad, bodies, number, walk
 from .tiles import BATCH, HKV, HQ, SK, SQ, Tiles
@@ -139,7 +139,7 @@ class Quantised:
         return KernelPlan(
             name=name,
             threads=role.threads,
-            min_ctas=(2 if self.build.smooth else 3) if streams else 1,
+            min_ctas=2 if self.build.smooth else 3,
             gmem=gmem,
             pointers=tuple(g.name for g in gmem),
             params=(*strides, *(p for s in used for p in s.params()), *self._sizes(streams)),
@@ -170,8 +170,10 @@ class Quantised:
     def _smem(self, role: Role) -> tuple[Smem, ...]:
         """Where warps meet: a row each."""
         frags, count = {f.name for f in role.frags}, role.count
-        rings = [Smem("maxima", count, 1, "fp32", 1, swizzle="none")] if "m" in frags else []
         d = self.tiles.attention.head_dim
+        rings = [Smem("maxima", count, 1, "fp32", 1, swizzle="none")] if "m" in frags else []
+        if any(isinstance(s, StageRows) for s in walk(role.body)):
+            rings.append(Smem("rows", count * self.build.staged_rows, d, self.tiles.attention.dtype, 1, swizzle="none"))
         rings += [Smem(f"all_{n}", count, d, "fp32", 1, swizzle="none") for n in ("sum", "high", "fall") if n in frags]
         return tuple(rings)
 
@@ -237,6 +239,6 @@ def moved_bytes(plan: Plan, problem: Problem) -> int:
     elements = {"q": p.batch * p.sq * p.hq * d, "k": p.batch * p.sk * p.hkv * d, "v": p.batch * p.sk * p.hkv * d}
     total = sum(elements.values()) * DTYPE_BYTES["e4m3"]
     for kernel in plan.part("quantise").kernels:
-        read = {s.src for r in kernel.roles for s in walk(r.body) if isinstance(s, LoadRows)}
+        read = {s.src for r in kernel.roles for s in walk(r.body) if isinstance(s, (LoadRows, StageRows))}
         total += sum(elements[t] for t in read) * DTYPE_BYTES[plan.attention.dtype]
     return total

@@ -203,6 +203,15 @@ class Instance:
         values = self.cta.memory.tile(step.src, *place, rows=slot.data.shape[0], limit=self.value(step.limit))
         self._copies.append(_Copy(slot, values, where))
 
+    def stage(self, slot: SharedSlot, values: Array, row: int) -> None:
+        """A cp.async of whole rows, that nobody else copies or reads, into the rows of the slot from `row` on."""
+        where = np.zeros(slot.data.shape, bool)
+        where[row : row + len(values)] = True
+        slot.write(np.nan, where)
+        whole = np.zeros(slot.data.shape, np.float32)
+        whole[where] = values.ravel()
+        self._copies.append(_Copy(slot, whole, where))
+
     def share(self, slot: SharedSlot) -> npt.NDArray[np.bool_]:
         """The elements of a tile that this instance copies when the role's threads copy it together."""
         return _share(slot.data.shape, slot.bytes, self.role.threads, self.role.warps, self.index)

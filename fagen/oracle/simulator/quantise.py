@@ -29,8 +29,18 @@ def _load_rows(x: Instance, step: qs.LoadRows) -> None:
     dst.write(x.cta.memory.tile(step.src, *_place(x, step), first, rows=dst.shape[0], limit=limit))
 
 
-def _values(x: Instance, frag: str, rotated: bool) -> F32:
-    values: F32 = x.registers[frag].value
+def _stage_rows(x: Instance, step: qs.StageRows) -> None:
+    first, limit = x.value(step.first_row), x.value(step.limit)
+    values = x.cta.memory.tile(step.src, *_place(x, step), first, rows=step.dst.rows, limit=limit)
+    x.stage(x.cta.slots[step.dst.smem][0], values, x.value(step.dst.row))
+
+
+def _values(x: Instance, rows: str | qs.Staged, rotated: bool) -> F32:
+    if isinstance(rows, qs.Staged):
+        first = x.value(rows.row)
+        values: F32 = x.cta.slots[rows.smem][0].data[first : first + rows.rows]
+    else:
+        values = x.registers[rows].value
     return rotate(values) if rotated else values
 
 
@@ -157,6 +167,7 @@ PRIVATE = (
 )
 ACTIONS: dict[type[st.Step], Callable[[Instance, Any], None]] = {
     qs.LoadRows: _load_rows,
+    qs.StageRows: _stage_rows,
     qs.AbsMax: _abs_max,
     qs.ColumnStats: _column_stats,
     qs.ShareMax: _share,

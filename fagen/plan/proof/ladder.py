@@ -163,6 +163,35 @@ def regions(run: Run) -> Iterator[Failure]:
                 since.append(access)
 
 
+# rows that a lane keeps in shared memory -----------------------------------------------------------------------------------
+
+
+def _stage(run: Run, line: Line, step: Q.StageRows) -> None:
+    """An asynchronous copy that concerns the line alone."""
+    alone(run, line, step, False)
+    issue = run.event(line, step)
+    end = run.order.add(line.label(step, "lands"), run.order.masks[issue])
+    line.copies.append(end)
+    fill = Fill(step, False, run.evaluate(step.first_row, line.env), None, None, (0, 0))
+    part(run, line, fill, issue, end)
+    run.fills.setdefault((step.dst.smem, line.w), []).append(fill)
+
+
+def _use_rows(run: Run, line: Line, step: Q.AbsMax | Q.QuantiseRows) -> None:
+    touch(run, line, step)
+    if not isinstance(step.x, Q.Staged):
+        return
+    e = run.event(line, step)
+    key = step.x.smem, line.w
+    fills = run.fills.get(key, [])
+    if not fills or fills[-1].ends_mask & ~(run.order.masks[e] | line.own):
+        late = tuple(fills[-1].ends) if fills else ()
+        run.fail("race", f"{line.label(step)} reads {name(key)} before it is filled", run.order.witness(e, *late))
+    if fills[-1].seq != run.evaluate(step.first_row, line.env):
+        run.refuse("stale", line, step, f"expects other rows than {fills[-1].step.id} has staged")
+    fills[-1].reads.append(Read(e, e, step))
+
+
 HANDLERS: dict[type[S.Step], Callable[[Run, Line, Any], None]] = {
     S.Copy: _copy,
     S.StoreStats: _store_part,
@@ -173,6 +202,9 @@ HANDLERS: dict[type[S.Step], Callable[[Run, Line, Any], None]] = {
     S.LoadAcc: _load_acc,
     S.StoreRow: _store_row,
     S.LoadRow: _load_row,
+    Q.StageRows: _stage,
+    Q.AbsMax: _use_rows,
+    Q.QuantiseRows: _use_rows,
     Q.ShareMax: _store_part,
     Q.TakeMax: _merge,
     Q.ShareColumns: _store_part,

@@ -43,7 +43,7 @@ _USES: dict[type[S.Step], Callable[[Any], Uses]] = {
     S.StoreFrag: lambda s: ((s.src,), ()),
     S.AddParts: lambda s: ((s.dst,), (s.dst,)),
     Q.LoadRows: lambda s: ((), (s.dst,)),
-    Q.AbsMax: lambda s: (_given(s.m, s.x, s.centre), (s.m,)),
+    Q.AbsMax: lambda s: (_given(s.m, _frag(s.x), s.centre), (s.m,)),
     Q.ColumnStats: lambda s: (_given(s.x, s.sum, s.high, s.fall), _given(s.sum, s.high, s.fall)),
     Q.ShareMax: lambda s: ((s.m,), ()),
     Q.TakeMax: lambda s: ((), (s.m,)),
@@ -53,8 +53,12 @@ _USES: dict[type[S.Step], Callable[[Any], Uses]] = {
     Q.ColumnMean: lambda s: ((), () if s.high is None else (s.m,)),
     Q.LoadColumns: lambda s: ((), (s.dst,)),
     Q.Descale: lambda s: ((s.m,), ()),
-    Q.QuantiseRows: lambda s: (_given(s.x, s.centre, s.dots), ()),
+    Q.QuantiseRows: lambda s: (_given(_frag(s.x), s.centre, s.dots), ()),
 }
+
+
+def _frag(x: str | Q.Staged) -> str | None:
+    return x if isinstance(x, str) else None
 
 
 def _given(*frags: str | None) -> tuple[str, ...]:

@@ -7,8 +7,8 @@ so that CTAs side by side read whole rows of (batch, seq, heads, head_dim) toget
             from which both its mean and the largest |value − mean| follow
   mean      of a smoothed k: its mean over the sequence
   scales    from the parts' maxima to one descale for each (batch, KV head), or for each tensor
-  quantise  rotates, subtracts, scales, rounds and stores. With scales per block it finds its block's maximum itself, from the registers
-            that the block was loaded into: then nothing is read twice
+  quantise  rotates, subtracts, scales, rounds and stores. With scales per block it finds its block's maximum itself, from a copy in
+            shared memory: then nothing is read twice
   lse_shift after the attention kernel: gives lse what smoothing took off the scores of a row
 
 Rotation and mean exchange: K's mean is taken, and subtracted, after the rotation, which costs nothing more and is the same number.
@@ -35,19 +35,19 @@ from ..quantise_steps import (
     ReduceParts,
     ShareColumns,
     ShareMax,
+    Staged,
+    StageRows,
     StoreColumns,
     StoreMax,
     TakeMax,
 )
-from ..steps import Body, CtaSync, Fill, Frag, If, Let, Loop, Role, Slot
+from ..steps import Body, CpCommit, CpWait, CtaSync, Fill, Frag, If, Let, Loop, Role, Slot
 from ..tiles import CTA, HKV, HQ, SK, SQ, B, H, Tiles, W
 from .common import ROW0
 
 TENSORS = ("q", "k", "v")
 WARPS = 8
-"""Of a CTA, where a lane's rows of a block fit beside what it computes with."""
-MOST_ROWS = 8
-"""Rows of a lane (8 registers each) of a block; blocks that would give it more are shared by twice the warps."""
+"""Of a CTA."""
 ROWS = 4
 """Rows of a lane where it streams: 128 bytes in flight."""
 TURNS = 4
@@ -87,16 +87,19 @@ class Quantise:
         """Rows that share a scale, "block"."""
         return self.tiles.schedule.tile_q if tensor == "q" else self.tiles.schedule.tile_kv
 
-    @property
-    def warps(self) -> int:
-        most = max(self.block(t) for t in TENSORS)
-        return WARPS * (2 if self.by == "block" and most > MOST_ROWS * WARPS * self.warp_rows else 1)
+    def rows_of(self, tensor: str) -> int:
+        """Rows of a warp in a block."""
+        return -(-self.block(tensor) // (WARPS * self.warp_rows)) * self.warp_rows
 
-    def rows_of(self, tensor: str, streams: bool) -> int:
-        """Rows of a warp."""
-        if streams:
-            return ROWS * self.warp_rows
-        return -(-self.block(tensor) // (self.warps * self.warp_rows)) * self.warp_rows
+    @property
+    def step_rows(self) -> int:
+        """Rows of a warp at a time where it streams."""
+        return ROWS * self.warp_rows
+
+    @property
+    def staged_rows(self) -> int:
+        """Rows of a warp for which there is room in shared memory."""
+        return max(self.rows_of(t) for t in TENSORS)
 
     @property
     def part_rows(self) -> int:
@@ -145,9 +148,9 @@ class Quantise:
     def quantise(self) -> Role:
         streams = self.by != "block"
         bodies = tuple(self._streamed(t) if streams else self._block(t) for t in TENSORS)
-        frags = ("x",) if streams else ("m", *dict.fromkeys(self._x(t) for t in TENSORS))
+        frags: tuple[str, ...] = ("x",) if streams else ("m",)
         frags += ("mean",) if self.smooth else ()
-        return self._role("quantise", self._by_tensor(bodies, sym("q_ctas"), sym("k_ctas")), self.warps, frags)
+        return self._role("quantise", self._by_tensor(bodies, sym("q_ctas"), sym("k_ctas")), WARPS, frags)
 
     def lse_shift(self) -> Role:
         add = AddShift(dst="lse", src="lse_shifts", first=CTA * SHIFTED, limit=sym("elements"))
@@ -158,16 +161,14 @@ class Quantise:
     def _role(self, name: str, body: Body, warps: int, frags: tuple[str, ...]) -> Role:
         d, half = self.head_dim, self.tiles.attention.dtype
         shapes = {
-            "x": Frag("x", self.rows_of("q", True), d, half, "lanes"),
-            "x_q": Frag("x_q", self.rows_of("q", False), d, half, "lanes"),
-            "x_kv": Frag("x_kv", self.rows_of("k", False), d, half, "lanes"),
+            "x": Frag("x", self.step_rows, d, half, "lanes"),
             "m": Frag("m", 1, 1, "fp32", "lane"),
             **{n: Frag(n, 1, d, "fp32", "columns") for n in ("sum", "high", "fall", "mean")},
         }
         return Role(name, warps, 1, False, None, tuple(shapes[n] for n in frags), (), body)
 
-    def _x(self, tensor: str) -> str:
-        return "x" if self.by != "block" else "x_q" if tensor == "q" else "x_kv"
+    def _x(self, tensor: str) -> str | Staged:
+        return Staged("rows", self.rows_of(tensor), W * self.staged_rows) if self.by == "block" else "x"
 
     def _rotated(self, tensor: str) -> bool:
         return self.tiles.schedule.hadamard and tensor != "v"
@@ -197,14 +198,14 @@ class Quantise:
 
     def _rows(self, tensor: str, body: Body) -> Body:
         """`body` for the warp's rows from `row0` on, again and again until the part is done."""
-        step, first = self.rows_of(tensor, True), PART * self.part_rows
+        step, first = self.step_rows, PART * self.part_rows
         return (
             Let(var="end", value=minimum(first + self.part_rows, _limit(tensor)), why="of the part's rows"),
             Loop(var="row0", first=first + W * step, last=sym("end") - 1, step=WARPS * step, segment="rows", body=body),
         )
 
-    def _load(self, tensor: str, dst: str, limit: Expr) -> LoadRows:
-        return LoadRows(name=f"load_{tensor}", dst=dst, src=tensor, first_row=ROW0, limit=limit, head=H, batch=B)
+    def _load(self, tensor: str) -> LoadRows:
+        return LoadRows(name=f"load_{tensor}", dst="x", src=tensor, first_row=ROW0, limit=_limit(tensor), head=H, batch=B)
 
     def _all_warps(self) -> Body:
         """m becomes the largest of the CTA."""
@@ -213,7 +214,7 @@ class Quantise:
 
     def _part_max(self, tensor: str) -> Body:
         largest = AbsMax(m="m", x="x", rotated=self._rotated(tensor), first_row=ROW0, limit=_limit(tensor))
-        rows = self._rows(tensor, (self._load(tensor, "x", _limit(tensor)), largest))
+        rows = self._rows(tensor, (self._load(tensor), largest))
         return (
             Fill(dst="m", value=0.0),
             *rows,
@@ -228,7 +229,7 @@ class Quantise:
         spaces = {"sum": "k_sums", "high": "k_high", "fall": "k_fall"}
         return (
             *(Fill(dst=n, value=0.0 if n == "sum" else float("-inf")) for n in names),
-            *self._rows("k", (self._load("k", "x", SK), stats)),
+            *self._rows("k", (self._load("k"), stats)),
             *(ShareColumns(src=n, dst=Slot(f"all_{n}", None, row=W), op="sum" if n == "sum" else "max") for n in names),
             CtaSync(why="every warp's columns are there"),
             *(
@@ -278,18 +279,21 @@ class Quantise:
 
     def _streamed(self, tensor: str) -> Body:
         scale = LoadScalar(var="scale", src=f"{tensor}_inverse", **self._place(tensor))
-        return (*self._mean(tensor), scale, *self._rows(tensor, (self._load(tensor, "x", _limit(tensor)), self._store(tensor))))
+        return (*self._mean(tensor), scale, *self._rows(tensor, (self._load(tensor), self._store(tensor))))
 
     def _block(self, tensor: str) -> Body:
-        """The block stays in registers from its load to its store."""
+        """The block is read once, and waits in shared memory for its scale."""
         size, x, end = self.block(tensor), self._x(tensor), sym("end")
+        assert isinstance(x, Staged)
         first = PART * size
         return (
             Let(var="end", value=minimum(first + size, _limit(tensor)), why="of the block's rows"),
-            Let(var="row0", value=first + W * self.rows_of(tensor, False)),
-            self._load(tensor, x, end),
+            Let(var="row0", value=first + W * self.rows_of(tensor)),
+            StageRows(name=f"stage_{tensor}", dst=x, src=tensor, first_row=ROW0, limit=end, head=H, batch=B),
+            CpCommit(),
             *self._mean(tensor),
             Fill(dst="m", value=0.0),
+            CpWait(pending=0),
             AbsMax(
                 m="m",
                 x=x,
