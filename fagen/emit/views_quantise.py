@@ -46,21 +46,22 @@ def _frag(rows: str | qs.Staged, x: Scope) -> st.Frag:
     return st.Frag(rows.smem, rows.rows, tile.cols, tile.dtype, "lanes")
 
 
-def _values(rows: str | qs.Staged, rotated: bool, x: Scope) -> View:
+def _values(rows: str | qs.Staged, flips: str | None, x: Scope) -> View:
     """How a helper gets a lane's 16 values of a row as float32, and what its name says of it; and how the rows are handed to it."""
     frag = _frag(rows, x)
     unpack = UNPACK[frag.dtype]
     x.helpers.need(f"ptx/{unpack}")
-    if rotated:
-        names = {"unpack": unpack, "lanes": _lanes(frag), "head_dim": frag.cols, "signs": _flips(frag.cols)}
-        x.helpers.need("steps/rotate", names)
-    values = {"suffix": "_rotated" if rotated else "", "warp_rows": frag.unit_rows}
-    convert = "rotated" if rotated else unpack
+    values: View = {"suffix": "", "warp_rows": frag.unit_rows, "flips_parameter": "", "flips": ""}
+    convert = f"{unpack}(v, {{}});"
+    if flips is not None:
+        x.helpers.need("steps/rotate", {"unpack": unpack, "lanes": _lanes(frag), "head_dim": frag.cols})
+        values |= {"suffix": "_rotated", "flips_parameter": ", const u32 (&flips)[8]", "flips": f", {flips}[0]"}
+        convert = "rotated(v, {}, flips);"
     if isinstance(rows, str):
-        held = {"of_row": [f"{convert}(v, x[r]);"], "x_type": "const u32 (&x)[N][8]", "x": rows, "unroll": "", "count": ""}
+        held = {"of_row": [convert.format("x[r]")], "x_type": "const u32 (&x)[N][8]", "x": rows, "unroll": "", "count": ""}
         return values | held
     x.helpers.need("steps/stage_rows", _staging(rows, x))
-    of_row = ["u32 y[8];", "ld_staged(y, x, r);", f"{convert}(v, y);"]
+    of_row = ["u32 y[8];", "ld_staged(y, x, r);", convert.format("y")]
     count = f"<{frag.blocks}>"
     return (
         values
@@ -91,6 +92,11 @@ def _stage_rows(s: qs.StageRows, x: Scope) -> tuple[str, View]:
     }
 
 
+def _load_flips(s: qs.LoadFlips, x: Scope) -> tuple[str, View]:
+    frag = x.frag(s.dst)
+    return "load_flips", {"dst": f"{s.dst}[0]", "lanes": _lanes(frag), "signs": _flips(frag.cols)}
+
+
 def _flips(head_dim: int) -> list[str]:
     """For every lane of a row 16 bits, the lowest for its first column: 1 where the rotation flips the sign."""
     pattern = signs(head_dim)
@@ -115,7 +121,7 @@ def _load_rows(s: qs.LoadRows, x: Scope) -> tuple[str, View]:
 
 def _abs_max(s: qs.AbsMax, x: Scope) -> tuple[str, View]:
     frag = _frag(s.x, x)
-    values = _values(s.x, s.rotated, x) | {"m": f"{s.m}[0]"}
+    values = _values(s.x, s.flips, x) | {"m": f"{s.m}[0]"}
     if s.centre is None:
         return "abs_max", values
     return "abs_max_centred", values | {"centre": f"{s.centre}[0]", "row": _row(s, frag, x), "limit": x.c(s.limit)}
@@ -123,7 +129,7 @@ def _abs_max(s: qs.AbsMax, x: Scope) -> tuple[str, View]:
 
 def _column_stats(s: qs.ColumnStats, x: Scope) -> tuple[str, View]:
     frag = x.frag(s.x)
-    values = _values(s.x, s.rotated, x) | {"sum": f"{s.sum}[0]", "row": _row(s, frag, x), "limit": x.c(s.limit)}
+    values = _values(s.x, s.flips, x) | {"sum": f"{s.sum}[0]", "row": _row(s, frag, x), "limit": x.c(s.limit)}
     if s.high is None:
         return "column_sums", values
     return "column_stats", values | {"high": f"{s.high}[0]", "fall": f"{s.fall}[0]"}
@@ -216,7 +222,7 @@ def _load_scalar(s: qs.LoadScalar, x: Scope) -> tuple[str, View]:
 
 def _quantise_rows(s: qs.QuantiseRows, x: Scope) -> tuple[str, View]:
     frag = _frag(s.x, x)
-    values = _values(s.x, s.rotated, x)
+    values = _values(s.x, s.flips, x)
     suffix, parameters, arguments, before = values["suffix"], "", "", []
     if s.centre is not None:
         suffix += "_centred"
@@ -252,6 +258,7 @@ def _add_shift(s: qs.AddShift, x: Scope) -> tuple[str, View]:
 VIEWS: dict[type[st.Step], Make] = {
     qs.LoadRows: _load_rows,
     qs.StageRows: _stage_rows,
+    qs.LoadFlips: _load_flips,
     qs.AbsMax: _abs_max,
     qs.ColumnStats: _column_stats,
     qs.ShareMax: _share_max,

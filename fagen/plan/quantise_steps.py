@@ -1,7 +1,7 @@
 """The steps of the kernels that quantise: rows stream through registers, statistics go through shared memory and workspaces.
 
 A row of head_dim columns lies in head_dim / 16 lanes, 16 neighbouring columns each (`Frag` layout "lanes"); a warp holds 512 / head_dim
-rows for every row of a lane. Rows are kept as they were loaded, in 16 bits; every step that uses them unpacks and, where `rotated`, rotates
+rows for every row of a lane. Rows are kept as they were loaded, in 16 bits; every step that uses them unpacks and, with `flips`, rotates
 them anew (plan/rotation.py). Where rows are used twice, by a block's maximum and by its rounding, they wait in shared memory (`Staged`):
 registers for a block would leave room for few warps, and so for few bytes in flight.
 
@@ -57,13 +57,20 @@ class LoadRows(Step):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LoadFlips(Step):
+    """The rotation's signs for the lane's columns, as masks of the sign bits of its 16-bit values."""
+
+    dst: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class AbsMax(Step):
     """m = max(m, |value| of the lane's elements that are finite). `centre`: of the values minus their column's; then rows at or past
     `limit` do not count (uncentred they are 0)."""
 
     m: str
     x: str | Staged
-    rotated: bool
+    flips: str | None
     first_row: Expr
     limit: Expr
     centre: str | None = None
@@ -78,7 +85,7 @@ class ColumnStats(Step):
     sum: str
     high: str | None
     fall: str | None
-    rotated: bool
+    flips: str | None
     first_row: Expr
     limit: Expr
 
@@ -205,7 +212,7 @@ class QuantiseRows(Step):
     x: str | Staged
     dst: str
     scale: str
-    rotated: bool
+    flips: str | None
     first_row: Expr
     limit: Expr
     head: Expr

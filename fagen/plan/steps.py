@@ -70,7 +70,7 @@ registers are free."""
 
 LANE_COLUMNS = 16
 """Neighbouring columns of a row that one lane holds where a warp streams rows: 32 bytes of 16-bit values, 16 bytes of 8-bit ones."""
-ONE_ROW = {"uniform": 1, "lane": 1, "columns": LANE_COLUMNS}
+ONE_ROW = {"uniform": 1, "lane": 1, "columns": LANE_COLUMNS, "masks": LANE_COLUMNS // 2}
 """Layouts of one row → registers a thread; "uniform": one value, the same in all lanes."""
 
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "e4m3": 1, "fp32": 4, "i32": 4}
@@ -81,7 +81,7 @@ class Frag:
     """A register tile of one role instance: of one warp ("…16" layouts, `rows` a multiple of 16) or one warpgroup ("…64", 64 rows).
 
     Of a warp that streams rows (quantise_steps.py): "lanes": each row lies in cols / 16 lanes; "columns": the 16 values that belong to a
-    lane's columns; "lane": one value of each lane's own.
+    lane's columns; "masks": 16 bits for each of them; "lane": one value of each lane's own.
 
     In C an array per block of 16 (or 64) rows: `float S[64]`, or `float S[2][32]` with two blocks. Never indexed by a run-time value.
     """

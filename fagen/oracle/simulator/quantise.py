@@ -29,6 +29,11 @@ def _load_rows(x: Instance, step: qs.LoadRows) -> None:
     dst.write(x.cta.memory.tile(step.src, *_place(x, step), first, rows=dst.shape[0], limit=limit))
 
 
+def _load_flips(x: Instance, step: qs.LoadFlips) -> None:
+    """The signs are in `rotate`; here they are only known to be loaded."""
+    x.registers[step.dst].write(np.zeros(x.registers[step.dst].shape, np.float32))
+
+
 def _stage_rows(x: Instance, step: qs.StageRows) -> None:
     first, limit = x.value(step.first_row), x.value(step.limit)
     values = x.cta.memory.tile(step.src, *_place(x, step), first, rows=step.dst.rows, limit=limit)
@@ -57,14 +62,14 @@ def _largest(values: Array) -> np.float32:
 
 
 def _abs_max(x: Instance, step: qs.AbsMax) -> None:
-    m, values = x.registers[step.m], _values(x, step.x, step.rotated)
+    m, values = x.registers[step.m], _values(x, step.x, step.flips is not None)
     if step.centre is not None:
         values = _below(x, step, values - x.registers[step.centre].value)
     m.write(np.maximum(m.value, _largest(values)))
 
 
 def _column_stats(x: Instance, step: qs.ColumnStats) -> None:
-    values = _below(x, step, _values(x, step.x, step.rotated))
+    values = _below(x, step, _values(x, step.x, step.flips is not None))
     total = x.registers[step.sum]
     total.write(total.value + values.sum(axis=0, keepdims=True, dtype=np.float32))
     for name, v in ((step.high, values), (step.fall, -values)):
@@ -142,7 +147,7 @@ def _load_scalar(x: Instance, step: qs.LoadScalar) -> None:
 
 
 def _quantise_rows(x: Instance, step: qs.QuantiseRows) -> None:
-    values = _below(x, step, _values(x, step.x, step.rotated))
+    values = _below(x, step, _values(x, step.x, step.flips is not None))
     if not len(values):
         return
     memory, first, place = x.cta.memory, x.value(step.first_row), _place(x, step)
@@ -162,12 +167,13 @@ def _add_shift(x: Instance, step: qs.AddShift) -> None:
 
 
 PRIVATE = (
-    *(qs.LoadRows, qs.AbsMax, qs.ColumnStats, qs.StoreMax, qs.ReduceParts, qs.ColumnMean, qs.LoadColumns, qs.Descale),
+    *(qs.LoadRows, qs.LoadFlips, qs.AbsMax, qs.ColumnStats, qs.StoreMax, qs.ReduceParts, qs.ColumnMean, qs.LoadColumns, qs.Descale),
     *(qs.LoadScalar, qs.QuantiseRows, qs.AddShift),
 )
 ACTIONS: dict[type[st.Step], Callable[[Instance, Any], None]] = {
     qs.LoadRows: _load_rows,
     qs.StageRows: _stage_rows,
+    qs.LoadFlips: _load_flips,
     qs.AbsMax: _abs_max,
     qs.ColumnStats: _column_stats,
     qs.ShareMax: _share,

@@ -43,8 +43,9 @@ _USES: dict[type[S.Step], Callable[[Any], Uses]] = {
     S.StoreFrag: lambda s: ((s.src,), ()),
     S.AddParts: lambda s: ((s.dst,), (s.dst,)),
     Q.LoadRows: lambda s: ((), (s.dst,)),
-    Q.AbsMax: lambda s: (_given(s.m, _frag(s.x), s.centre), (s.m,)),
-    Q.ColumnStats: lambda s: (_given(s.x, s.sum, s.high, s.fall), _given(s.sum, s.high, s.fall)),
+    Q.LoadFlips: lambda s: ((), (s.dst,)),
+    Q.AbsMax: lambda s: (_given(s.m, _frag(s.x), s.flips, s.centre), (s.m,)),
+    Q.ColumnStats: lambda s: (_given(s.x, s.flips, s.sum, s.high, s.fall), _given(s.sum, s.high, s.fall)),
     Q.ShareMax: lambda s: ((s.m,), ()),
     Q.TakeMax: lambda s: ((), (s.m,)),
     Q.ShareColumns: lambda s: ((s.src,), ()),
@@ -53,7 +54,7 @@ _USES: dict[type[S.Step], Callable[[Any], Uses]] = {
     Q.ColumnMean: lambda s: ((), () if s.high is None else (s.m,)),
     Q.LoadColumns: lambda s: ((), (s.dst,)),
     Q.Descale: lambda s: ((s.m,), ()),
-    Q.QuantiseRows: lambda s: (_given(_frag(s.x), s.centre, s.dots), ()),
+    Q.QuantiseRows: lambda s: (_given(_frag(s.x), s.flips, s.centre, s.dots), ()),
 }
 
 
@@ -76,7 +77,18 @@ _LADDER_STEPS = (
     *(S.StoreAcc, S.LoadAcc, S.LoadRow),
 )
 _QUANTISING_STEPS = (
-    *(Q.LoadRows, Q.AbsMax, Q.ColumnStats, Q.StoreMax, Q.ReduceParts, Q.ColumnMean, Q.LoadColumns, Q.Descale, Q.LoadScalar),
+    *(
+        Q.LoadRows,
+        Q.LoadFlips,
+        Q.AbsMax,
+        Q.ColumnStats,
+        Q.StoreMax,
+        Q.ReduceParts,
+        Q.ColumnMean,
+        Q.LoadColumns,
+        Q.Descale,
+        Q.LoadScalar,
+    ),
     *(Q.QuantiseRows, Q.AddShift),
 )
 REGISTER_STEPS = (

@@ -29,6 +29,7 @@ from ..quantise_steps import (
     ColumnStats,
     Descale,
     LoadColumns,
+    LoadFlips,
     LoadRows,
     LoadScalar,
     QuantiseRows,
@@ -41,7 +42,7 @@ from ..quantise_steps import (
     StoreMax,
     TakeMax,
 )
-from ..steps import Body, CpCommit, CpWait, CtaSync, Fill, Frag, If, Let, Loop, Role, Slot
+from ..steps import Body, CpCommit, CpWait, CtaSync, Fill, Frag, If, Let, Loop, Role, Slot, walk
 from ..tiles import CTA, HKV, HQ, SK, SQ, B, H, Tiles, W
 from .common import ROW0
 
@@ -160,7 +161,10 @@ class Quantise:
 
     def _role(self, name: str, body: Body, warps: int, frags: tuple[str, ...]) -> Role:
         d, half = self.head_dim, self.tiles.attention.dtype
+        if any(isinstance(s, LoadFlips) for s in walk(body)):
+            frags = (*frags, "flips")
         shapes = {
+            "flips": Frag("flips", 1, d, half, "masks"),
             "x": Frag("x", self.step_rows, d, half, "lanes"),
             "m": Frag("m", 1, 1, "fp32", "lane"),
             **{n: Frag(n, 1, d, "fp32", "columns") for n in ("sum", "high", "fall", "mean")},
@@ -172,6 +176,13 @@ class Quantise:
 
     def _rotated(self, tensor: str) -> bool:
         return self.tiles.schedule.hadamard and tensor != "v"
+
+    def _flips(self, tensor: str) -> str | None:
+        """The masks by which a tensor's rows are rotated."""
+        return "flips" if self._rotated(tensor) else None
+
+    def _load_flips(self, tensor: str) -> Body:
+        return (LoadFlips(dst="flips"),) if self._rotated(tensor) else ()
 
     def _by_tensor(self, bodies: tuple[Body, ...], q_ctas: Expr, k_ctas: Expr) -> Body:
         """The body of the tensor that a CTA works on, after part, head and batch."""
@@ -200,6 +211,7 @@ class Quantise:
         """`body` for the warp's rows from `row0` on, again and again until the part is done."""
         step, first = self.step_rows, PART * self.part_rows
         return (
+            *self._load_flips(tensor),
             Let(var="end", value=minimum(first + self.part_rows, _limit(tensor)), why="of the part's rows"),
             Loop(var="row0", first=first + W * step, last=sym("end") - 1, step=WARPS * step, segment="rows", body=body),
         )
@@ -213,7 +225,7 @@ class Quantise:
         return (ShareMax(m="m", dst=maxima), CtaSync(why="every warp's maximum is there"), TakeMax(m="m", src=Slot("maxima", None)))
 
     def _part_max(self, tensor: str) -> Body:
-        largest = AbsMax(m="m", x="x", rotated=self._rotated(tensor), first_row=ROW0, limit=_limit(tensor))
+        largest = AbsMax(m="m", x="x", flips=self._flips(tensor), first_row=ROW0, limit=_limit(tensor))
         rows = self._rows(tensor, (self._load(tensor), largest))
         return (
             Fill(dst="m", value=0.0),
@@ -225,7 +237,7 @@ class Quantise:
     def _columns(self, names: tuple[str, ...]) -> Body:
         """The part's sums of K's columns, and with "high" and "fall" their extremes."""
         extremes = {"high": "high", "fall": "fall"} if len(names) > 1 else {"high": None, "fall": None}
-        stats = ColumnStats(x="x", sum="sum", rotated=self._rotated("k"), first_row=ROW0, limit=SK, **extremes)
+        stats = ColumnStats(x="x", sum="sum", flips=self._flips("k"), first_row=ROW0, limit=SK, **extremes)
         spaces = {"sum": "k_sums", "high": "k_high", "fall": "k_fall"}
         return (
             *(Fill(dst=n, value=0.0 if n == "sum" else float("-inf")) for n in names),
@@ -266,7 +278,7 @@ class Quantise:
             x=self._x(tensor),
             dst=f"{tensor}_e4m3",
             scale="scale",
-            rotated=rotated,
+            flips=self._flips(tensor),
             first_row=ROW0,
             limit=_limit(tensor) if self.by != "block" else sym("end"),
             head=H,
@@ -291,13 +303,14 @@ class Quantise:
             Let(var="row0", value=first + W * self.rows_of(tensor)),
             StageRows(name=f"stage_{tensor}", dst=x, src=tensor, first_row=ROW0, limit=end, head=H, batch=B),
             CpCommit(),
+            *self._load_flips(tensor),
             *self._mean(tensor),
             Fill(dst="m", value=0.0),
             CpWait(pending=0),
             AbsMax(
                 m="m",
                 x=x,
-                rotated=self._rotated(tensor),
+                flips=self._flips(tensor),
                 first_row=ROW0,
                 limit=end,
                 centre="mean" if self.smooth and tensor == "k" else None,
