@@ -15,13 +15,13 @@ from .compile import build
 from .emit import emit
 from .errors import InputError
 from .interop import check, check_pointers, framework_of, stream_handle
-from .interop.arrays import Array
+from .interop.arrays import Array, check_layouts
 from .launch import Kernel
 from .library import load
 from .oracle.numeric import DTYPES
 from .plan.build import quantise_plan
 from .plan.kernel import DESCALES, Launch, Plan, Problem, Workspace
-from .plan.quantised import QUANTISED, SHIFTS
+from .plan.quantised import QUANTISED, SHIFTS, idle
 from .plan.rules import CHOICES, HEAD_DIMS, MAX_TILE_KV, SCALES
 from .workspace import workspaces
 
@@ -93,7 +93,7 @@ def quantise(
         kernel = _kernel(arrays, options)
         problem, strides = kernel.check(arrays)
         made = {n: framework.empty(n, shape, dtype, q) for n, (shape, dtype) in kernel.outputs(problem).items()}
-        if not problem.empty:
+        if not idle(kernel.plan, problem):
             places = {n: framework.describe(n, t, handle)[0].ptr for n, t in made.items()}
             kernel.run(device, problem, strides, {n: a.ptr for n, a in arrays.items()} | places, handle)
             framework.finish(handle)
@@ -108,7 +108,7 @@ def _quantise_numpy(given: dict[str, Any], options: Options, stream: Any) -> Qua
     kernel = _kernel(arrays, options)
     problem, strides = kernel.check(arrays)
     made = {n: np.empty(shape, DTYPES[dtype]) for n, (shape, dtype) in kernel.outputs(problem).items()}
-    if not problem.empty:
+    if not idle(kernel.plan, problem):
         handle = driver.own_stream(device) if stream is None else stream_handle(stream)
         with driver.use_device(device), host.Staging(handle) as staging:
             places = {n: staging.upload(t) for n, t in given.items()} | {n: staging.alloc(t.nbytes) for n, t in made.items()}
@@ -199,7 +199,10 @@ class QuantiseKernel(Kernel):
 
     def check(self, arrays: Mapping[str, Array]) -> tuple[Problem, dict[str, tuple[int, int, int]]]:
         """As of the attention kernel; InputError naming the argument."""
-        return check(self.plan.attention, arrays["q"], arrays["k"], arrays["v"], None, None)
+        problem, strides = check(self.plan.attention, arrays["q"], arrays["k"], arrays["v"], None, None)
+        if problem.empty:  # to attention, but k and v may have rows
+            check_layouts(arrays, False)
+        return problem, strides
 
     def outputs(self, problem: Problem) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and dtype of what is left, as callers get it."""

@@ -14,6 +14,7 @@ from . import memory
 from .expr import Expr, as_expr, ceildiv, maximum, sym
 from .kernel import DESCALES, KernelPlan, Param, Plan, Problem, TensorMapRecipe, Workspace
 from .ladder import DIMS, Kernels, Space
+from .precision import granularity
 from .quantise_steps import LoadRows, StageRows
 from .roles.quantise import SHIFTED, TENSORS, Quantise
 from .steps import DTYPE_BYTES, Body, Gmem, LoadScale, Role, Smem, TmaLoad, bodies, number, walk
@@ -216,7 +217,8 @@ class Quantised:
 
     def _map(self, recipe: TensorMapRecipe, strides: Mapping[str, Param]) -> TensorMapRecipe:
         name = QUANTISED[recipe.tensor]
-        values = {f"{recipe.tensor}_{x}": strides[f"{name}_{x}"].value for x in ("sb", "ss", "sh")}
+        least = self.tiles.attention.head_dim  # a tensor without rows is never loaded, but its map must encode
+        values = {f"{recipe.tensor}_{x}": maximum(strides[f"{name}_{x}"].value, least) for x in ("sb", "ss", "sh")}
         return replace(recipe, tensor=name, strides=tuple(s.substitute(values) for s in recipe.strides))
 
 
@@ -231,6 +233,12 @@ def _renamed(body: Body) -> Body:
             step = replace(step, least=STANDS_FOR_ZERO)
         out.append(replace(step, **{f: _renamed(b) for f, b in bodies(step)}))  # type: ignore[arg-type]
     return tuple(out)
+
+
+def idle(plan: Plan, problem: Problem) -> bool:
+    """Whether a plan that only quantises has nothing to do, not even scales of tensors without rows."""
+    rows = problem.sq + problem.sk
+    return 0 in (problem.batch, problem.hq) or rows == 0 and granularity(plan.schedule) == "block"
 
 
 def moved_bytes(plan: Plan, problem: Problem) -> int:

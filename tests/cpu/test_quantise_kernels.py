@@ -96,6 +96,18 @@ def test_the_simulated_kernels_agree_with_the_oracle(way: dict[str, Any], head_d
             assert got.lse_shift is None
 
 
+@pytest.mark.parametrize("way", [WAYS[2], WAYS[7], WAYS[11]], ids=name_of)
+def test_keys_without_queries(way: dict[str, Any]) -> None:
+    """k and v are quantised all the same; where nothing has rows, scales of tensors and heads are finite."""
+    for problem in (Problem(1, 0, 70, 2, 1), Problem(1, 0, 0, 2, 1)):
+        q, k, v = make_inputs(fagen.Attention(head_dim=64), problem)
+        got, want = simulate_quantise(q, k, v, **way), oracle_quantise(q, k, v, Quantiser(**way))
+        for name in ("q", "v", "q_descale", "v_descale"):
+            a, b = getattr(got, name), getattr(want, name)
+            assert a.shape == b.shape and np.array_equal(a.astype(np.float32), b.astype(np.float32)), name
+        assert codes_differ(got.k, want.k) < 1e-3 and np.isfinite(got.k_descale).all()
+
+
 def test_every_interleaving_gives_the_same_bits() -> None:
     q, k, v = inputs(64, "bf16", RAGGED)
     first, *others = (simulate_quantise(q, k, v, hadamard=True, smooth_k=True, seed=seed) for seed in range(4))

@@ -25,6 +25,7 @@ from ...descales import Descales
 from ...errors import InputError
 from ...plan import plan as make_plan
 from ...plan.kernel import KernelLaunch, KernelPlan, Launch, Plan, Problem, Workspace, scalar_env
+from ...plan.quantised import idle
 from ...schedule import Schedule
 from ..blocks import problem_of, scales_of
 from ..numeric import DTYPES, F32, Array
@@ -156,7 +157,7 @@ def simulate_outputs(plan: Plan, q: Array, k: Array, v: Array, *, seed: int = 0)
         if x.dtype != DTYPES[a.dtype]:
             raise InputError(name, f"is {x.dtype}; the attention takes {a.dtype} ({DTYPES[a.dtype]})")
     memory = GlobalMemory(_inputs(q, k, v), {}, {}, spaces=_spaces((*plan.workspaces, *plan.outputs), problem))
-    if not problem.empty:
+    if not idle(plan, problem):
         launch = plan.bind(problem, _contiguous_strides(problem, a), num_sms=2)
         for kernel, bound in zip(plan.kernels, launch.kernels):
             _run_kernel(kernel, bound, memory, seed, 2, None)
