@@ -60,32 +60,34 @@ def _values(rows: str | qs.Staged, flips: str | None, x: Scope) -> View:
     if isinstance(rows, str):
         held = {"of_row": [convert.format("x[r]")], "x_type": "const u32 (&x)[N][8]", "x": rows, "unroll": "", "count": ""}
         return values | held
-    x.helpers.need("steps/stage_rows", _staging(rows, x))
+    x.helpers.need("steps/ld_staged")
     of_row = ["u32 y[8];", "ld_staged(y, x, r);", convert.format("y")]
     count = f"<{frag.blocks}>"
     return (
         values
-        | {"of_row": of_row, "x_type": "u32 x", "x": _own(rows), "unroll": " 1", "count": count}
+        | {"of_row": of_row, "x_type": "u32 x", "x": _part_of(rows, x, 32), "unroll": " 1", "count": count}
         | {"suffix": f"{values['suffix']}_staged"}
     )
 
 
-def _own(rows: qs.Staged) -> str:
-    """Address of the lane's first 16 bytes."""
-    return f"smem_{rows.smem} + threadIdx.x * 16"
-
-
-def _staging(rows: qs.Staged, x: Scope) -> View:
-    """Units of 16 bytes lie apart by those of all threads, so that neighbouring lanes are neighbours."""
-    return {"apart": x.role.threads * 16, "warp_rows": _frag(rows, x).unit_rows}
+def _part_of(rows: qs.Staged, x: Scope, unit: int) -> str:
+    """Address of a lane's place in the warp's first rows, lanes of a row `unit` bytes apart."""
+    frag, tile = _frag(rows, x), x.kernel.smem_of(rows.smem)
+    row_bytes = tile.cols * st.DTYPE_BYTES[tile.dtype]
+    lanes = _lanes(frag)
+    place = rows.row * row_bytes + LANE // lanes * row_bytes + LANE % lanes * unit
+    return f"smem_{rows.smem} + {x.c(place)}"
 
 
 def _stage_rows(s: qs.StageRows, x: Scope) -> tuple[str, View]:
     frag = _frag(s.dst, x)
-    return "stage_rows", _staging(s.dst, x) | {
+    column = LANE % _lanes(frag) * 8
+    return "stage_rows", {
         "rows": frag.blocks,
-        "dst": _own(s.dst),
-        "src": _rows_address(s.src, s, frag, x),
+        "warp_rows": frag.unit_rows,
+        "half": 8 * _lanes(frag),
+        "dst": _part_of(s.dst, x, 16),
+        "src": f"{x.address(s.src, s, None)} + {x.c(column)}",
         "stride": f"p.{s.src}_ss",
         "row": _row(s, frag, x),
         "limit": x.c(s.limit),
@@ -258,6 +260,7 @@ def _add_shift(s: qs.AddShift, x: Scope) -> tuple[str, View]:
 VIEWS: dict[type[st.Step], Make] = {
     qs.LoadRows: _load_rows,
     qs.StageRows: _stage_rows,
+    qs.WarpSync: lambda s, x: ("warp_sync", {}),
     qs.LoadFlips: _load_flips,
     qs.AbsMax: _abs_max,
     qs.ColumnStats: _column_stats,

@@ -70,7 +70,7 @@ FREE = frozenset(
         "CopyRow",
     )
     + ("MulRow", "Reciprocal", "LogSumExp", "StoreStats", "StoreFrag", "AddParts")
-    + ("LoadFlips", "AbsMax", "ColumnStats", "ShareMax", "TakeMax", "ShareColumns")
+    + ("LoadFlips", "WarpSync", "AbsMax", "ColumnStats", "ShareMax", "TakeMax", "ShareColumns")
 )
 """Steps that use none of the counted resources."""
 

@@ -143,7 +143,7 @@ def _edits(body: S.Body, here: Callable[[S.Body], Iterator[Edit]]) -> Iterator[E
 DROPPED = (
     S.Arrive, S.Wait, S.Advance, S.Sync, S.NArrive, S.CtaSync, S.ProxyFence,
     S.MmaWait, S.CpWait, S.CpCommit, S.TmaLoad, S.CpAsync, S.ResetCounter, S.Copy, S.StoreStats, S.StoreFrag, S.StoreAcc,
-    Q.StageRows, Q.ShareMax, Q.ShareColumns,
+    Q.StageRows, Q.WarpSync, Q.ShareMax, Q.ShareColumns,
 )  # fmt: skip
 
 

@@ -22,8 +22,7 @@ LEAST_AMAX = 448.0 * 2.0**-100
 
 @dataclass(frozen=True)
 class Staged:
-    """`rows` rows of a warp in the shared memory `smem`, from its row `row` on. Every lane's part is its own: it copied it, and nobody else
-    reads it; so it lies lane by lane, in units of 16 bytes."""
+    """`rows` rows of a warp in the shared memory `smem`, from its row `row` on, row-major. No other warp touches them."""
 
     smem: str
     rows: int
@@ -32,8 +31,9 @@ class Staged:
 
 @dataclass(frozen=True, kw_only=True)
 class StageRows(Step):
-    """Asynchronous (cp.async): as LoadRows, to shared memory. Belongs to the group that the next CpCommit closes; the lane may use what
-    it copied after the CpWait that covers it."""
+    """Asynchronous (cp.async): as LoadRows, to shared memory. Belongs to the group that the next CpCommit closes. Neighbouring lanes copy
+    neighbouring 16 bytes, so that each request is of whole sectors: the warp may use the rows after the CpWait that covers them and a
+    WarpSync."""
 
     dst: Staged
     src: str
@@ -41,6 +41,11 @@ class StageRows(Step):
     limit: Expr
     head: Expr
     batch: Expr
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarpSync(Step):
+    """__syncwarp(): what each lane of the warp has written or waited for, all of them see."""
 
 
 @dataclass(frozen=True, kw_only=True)

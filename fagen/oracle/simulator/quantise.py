@@ -167,13 +167,25 @@ def _add_shift(x: Instance, step: qs.AddShift) -> None:
 
 
 PRIVATE = (
-    *(qs.LoadRows, qs.LoadFlips, qs.AbsMax, qs.ColumnStats, qs.StoreMax, qs.ReduceParts, qs.ColumnMean, qs.LoadColumns, qs.Descale),
+    *(
+        qs.WarpSync,
+        qs.LoadRows,
+        qs.LoadFlips,
+        qs.AbsMax,
+        qs.ColumnStats,
+        qs.StoreMax,
+        qs.ReduceParts,
+        qs.ColumnMean,
+        qs.LoadColumns,
+        qs.Descale,
+    ),
     *(qs.LoadScalar, qs.QuantiseRows, qs.AddShift),
 )
 ACTIONS: dict[type[st.Step], Callable[[Instance, Any], None]] = {
     qs.LoadRows: _load_rows,
     qs.StageRows: _stage_rows,
     qs.LoadFlips: _load_flips,
+    qs.WarpSync: lambda x, step: None,  # an instance moves as one
     qs.AbsMax: _abs_max,
     qs.ColumnStats: _column_stats,
     qs.ShareMax: _share,

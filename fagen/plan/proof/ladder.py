@@ -167,7 +167,7 @@ def regions(run: Run) -> Iterator[Failure]:
 
 
 def _stage(run: Run, line: Line, step: Q.StageRows) -> None:
-    """An asynchronous copy that concerns the line alone."""
+    """An asynchronous copy that concerns the line alone, but each lane its part of it."""
     alone(run, line, step, False)
     issue = run.event(line, step)
     end = run.order.add(line.label(step, "lands"), run.order.masks[issue])
@@ -184,7 +184,7 @@ def _use_rows(run: Run, line: Line, step: Q.AbsMax | Q.QuantiseRows) -> None:
     e = run.event(line, step)
     key = step.x.smem, line.w
     fills = run.fills.get(key, [])
-    if not fills or fills[-1].ends_mask & ~(run.order.masks[e] | line.own):
+    if not fills or fills[-1].ends_mask & ~run.order.masks[e]:
         late = tuple(fills[-1].ends) if fills else ()
         run.fail("race", f"{line.label(step)} reads {name(key)} before it is filled", run.order.witness(e, *late))
     if fills[-1].seq != run.evaluate(step.first_row, line.env):

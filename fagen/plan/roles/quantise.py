@@ -41,6 +41,7 @@ from ..quantise_steps import (
     StoreColumns,
     StoreMax,
     TakeMax,
+    WarpSync,
 )
 from ..steps import Body, CpCommit, CpWait, CtaSync, Fill, Frag, If, Let, Loop, Role, Slot, walk
 from ..tiles import CTA, HKV, HQ, SK, SQ, B, H, Tiles, W
@@ -131,7 +132,7 @@ class Quantise:
             dst="k_mean", sums="k_sums", m="m", cols=self.head_dim, parts=sym("k_parts"), rows=SK, high=high, fall=fall, **where
         )
         largest = () if self.by == "block" else (*self._all_warps(), StoreMax(m="m", dst="k_maxima", row=as_expr(0), **where))
-        return self._role("mean", (*self._pair(CTA), mean, *largest), WARPS, ("m",))
+        return self._role("mean", (*self._pair(CTA), mean, *largest), WARPS, ("m",) if largest else ())
 
     def scales(self) -> Role:
         bodies = []
@@ -307,6 +308,7 @@ class Quantise:
             *self._mean(tensor),
             Fill(dst="m", value=0.0),
             CpWait(pending=0),
+            WarpSync(why="lanes read what others copied"),
             AbsMax(
                 m="m",
                 x=x,
