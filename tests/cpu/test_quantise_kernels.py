@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import re
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fake_cuda import FakeCuda, Tensor, fake_torch, install, read_arguments
+from random_schedules import is_legal, legal_pair
 
 import fagen
 from fagen import InputError, LaunchError, sass
@@ -127,6 +129,28 @@ def test_quantise_and_attend_is_as_exact_as_its_baseline(changes: dict[str, Any]
         assert out.dtype == BF16
         verdict = check(attention, q, k, v, out, lse, schedule=schedule)
         assert verdict.passed, verdict.reason
+
+
+def test_random_schedules_that_quantise() -> None:
+    """Twelve legal ones for e4m3, on 16-bit tensors that the plan quantises, at the edges of their tiles."""
+    done = 0
+    for number in itertools.count():
+        rng = random.Random(f"quantise/{number}")
+        attention, schedule = legal_pair(rng)
+        if attention.dtype != "e4m3" or attention.scale not in (None, 0.1):
+            continue
+        attention = attention.replace(dtype=rng.choice(("bf16", "fp16")))
+        schedule = schedule.replace(precision="e4m3", hadamard=rng.random() < 0.5, smooth_k=rng.random() < 0.5)
+        if not is_legal((attention, schedule)):
+            continue
+        problem = Problem(1, schedule.tile_q + rng.choice((-1, 0, 1)), min(2 * schedule.tile_kv + rng.choice((-1, 1)), 400), 2, 1)
+        q, k, v = make_inputs(attention, problem, seed=number)
+        out, lse = fagen.simulate(attention, schedule, q, k, v, seed=number)
+        verdict = check(attention, q, k, v, out, lse, schedule=schedule)
+        assert verdict.passed, f"{attention}\n{schedule}\n{problem}: {verdict.reason}"
+        done += 1
+        if done == 12:
+            return
 
 
 def test_the_plan_does_what_its_parts_do() -> None:
