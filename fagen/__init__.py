@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .api import compile, reference, simulate
     from .attend import attention
     from .launch import Kernel
+    from .quantise import quantise, simulate_quantise
 
 __version__ = "0.1.0"
 
@@ -36,11 +37,21 @@ __all__ = [
     "compile",
     "load",
     "plan",
+    "quantise",
     "reference",
     "simulate",
+    "simulate_quantise",
 ]
 
-_LATER = {"attention": "attend", "compile": "api", "reference": "api", "simulate": "api", "Kernel": "launch"}
+_LATER = {
+    "attention": "attend",
+    "compile": "api",
+    "reference": "api",
+    "simulate": "api",
+    "Kernel": "launch",
+    "quantise": "quantise",
+    "simulate_quantise": "quantise",
+}
 """Imported when they are first asked for: they bring the compiler, the templates and NumPy with them."""
 
 
@@ -57,7 +68,7 @@ def __dir__() -> list[str]:
 
 
 class _Package(ModuleType):
-    """`fagen.compile` and `fagen.attention` are the functions. Python would put the modules of those names in their place when somebody
+    """`fagen.compile`, `fagen.attention` and `fagen.quantise` are the functions. Python would put the modules of those names in their place when somebody
     imports them."""
 
     def __setattr__(self, name: str, value: object) -> None:

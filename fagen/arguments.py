@@ -35,10 +35,10 @@ _FLOAT = struct.Struct("=f")
 class MapSlot:
     """The place of one CUtensorMap in an argument buffer, and the maps encoded so far, by the tensor's address."""
 
-    def __init__(self, tensor_map: TensorMap, memory: memoryview):
+    def __init__(self, tensor_map: TensorMap, memory: memoryview, index: int):
         m = tensor_map
-        self.index = TENSORS.index(m.tensor)
-        """Of the tensor in TENSORS."""
+        self.index = index
+        """Of the tensor among the pointer values of a launch."""
         self.address = -1
         """For which the place holds the map; -1: for none yet."""
         self._map, self._memory = m, memory
@@ -70,13 +70,13 @@ class MapSlot:
 
 
 class KernelArguments:
-    """The argument buffer of one kernel. `names` are those of the pointer values that `write` will get, in order: TENSORS first."""
+    """The argument buffer of one kernel. `names` are those of the pointer values that `write` will get, in order."""
 
     def __init__(self, kernel: KernelPlan, launch: KernelLaunch, names: tuple[str, ...]):
         kinds = [p.ctype for p in kernel.params]
         if "i64" in kinds[kinds.count("i64") :]:
             raise InternalError(f"kernel {kernel.name}: i64 parameters must stand before 32-bit ones, got {kinds}")
-        missing = [n for n in kernel.pointers if n not in names]
+        missing = [n for n in (*kernel.pointers, *(m.tensor for m in launch.maps)) if n not in names]
         if missing:
             raise InternalError(f"kernel {kernel.name}: no value for the pointers {missing}; known: {names}")
         pointers = struct.Struct(f"={len(kernel.pointers)}Q")
@@ -93,7 +93,7 @@ class KernelArguments:
         """Address of the array of argument addresses, as the driver's launch takes it."""
         self.grid, self.block, self.smem_bytes = launch.grid, launch.block, launch.smem_bytes
         self._memory, self._pack = memory, pointers.pack_into
-        self._maps = [MapSlot(m, memory[i : i + size]) for m, i in zip(launch.maps, places)]
+        self._maps = [MapSlot(m, memory[i : i + size], names.index(m.tensor)) for m, i in zip(launch.maps, places)]
         self._pick = picker([names.index(n) for n in kernel.pointers])
         first = self._offset + pointers.size
         scalars.pack_into(memory, first, *launch.scalars)

@@ -30,9 +30,12 @@ MAX_CALLS = 4096
 """Kinds of call (shapes, types, device, options) that lead straight to their kernel; then the oldest go."""
 
 MAX_TORCH_CALLS = 512
-"""Kinds of call with torch tensors, for each (causal, scale), that are launched straight away; then the oldest go."""
+"""Kinds of call with torch tensors, for each of the `Options`, that are launched straight away; then the oldest go."""
 
-_torch_calls: dict[tuple[bool, float | None], TorchCalls] = {}
+Options = tuple[bool, float | None, str | None]
+"""causal, scale, precision."""
+
+_torch_calls: dict[Options, TorchCalls] = {}
 _calls: dict[Hashable, Kernel] = {}
 _kernels: dict[tuple[Attention, Schedule], Kernel] = {}
 _setup = threading.Lock()
@@ -45,6 +48,7 @@ def attention(
     *,
     causal: bool = False,
     scale: float | None = None,
+    precision: str | None = None,
     return_lse: bool = False,
     out: Any = None,
     lse: Any = None,
@@ -58,8 +62,10 @@ def attention(
     q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, kv_heads, head_dim), of torch, CuPy, JAX, another exporter of
     DLPack, or NumPy, with strides as `Kernel` takes them; bf16, fp16 or e4m3; head_dim 64, 128 or 256; heads a multiple of kv_heads.
     `causal`: row i sees key j if j ≤ i + seqlen_k − seqlen_q. `scale`: None is head_dim ** −0.5; it is a constant of a 16-bit kernel,
-    so every other value compiles one of its own. `out`, `lse`, `stream` and the descales (e4m3 only) as for `Kernel`,
-    whose scale_granularity is that of the schedule picked: "head", unless the table says otherwise.
+    so every other value compiles one of its own. `precision`: "fp8" computes the products in e4m3; 16-bit tensors are then quantised
+    first (rotated, one scale for each batch and KV head), by kernels of the same plan; e4m3 tensors are computed so anyhow. `out`, `lse`,
+    `stream` and the descales (e4m3 only) as for `Kernel`, whose scale_granularity is that of the schedule picked: "head", unless the
+    table says otherwise.
 
     Returns out (batch, seqlen_q, heads, head_dim), of q's dtype (e4m3: bf16, or the type of a given `out`); with `return_lse` the pair
     (out, lse), lse (batch, heads, seqlen_q) in float32, the natural logarithm. No gradients are recorded.
@@ -74,22 +80,24 @@ def attention(
     scales = None
     if q_descale is not None or k_descale is not None or v_descale is not None:
         scales = (q_descale, k_descale, v_descale)
-    usual = causal is True or causal is False  # 1 and True are one key, but not one call
+    usual = (causal is True or causal is False) and (
+        precision is None or precision == "fp8"
+    )  # 1 and True are one key, but not one call
     plain = usual and (scale is None or type(scale) is float)
     if plain:
-        calls = _torch_calls.get((causal, scale))
+        calls = _torch_calls.get((causal, scale, precision))
         done = None if calls is None else calls.run(q, k, v, out, lse, stream, scales, return_lse)
         if done is not None:
             return done if return_lse else done[0]
-    kernel = _found(q, k, v, causal, scale, out, lse, stream)
+    kernel = _found(q, k, v, causal, scale, precision, out, lse, stream)
     result = kernel(q, k, v, out, lse, stream, *(scales or ()))
     torch = sys.modules.get("torch")
     if plain and torch is not None and isinstance(q, torch.Tensor):
-        _remember_torch(kernel, (causal, scale), key_of(q, k, v, out, lse, scales), stream)
+        _remember_torch(kernel, (causal, scale, precision), key_of(q, k, v, out, lse, scales), stream)
     return result if return_lse else result[0]
 
 
-def _remember_torch(kernel: Kernel, options: tuple[bool, float | None], key: Key, stream: Any) -> None:
+def _remember_torch(kernel: Kernel, options: Options, key: Key, stream: Any) -> None:
     """Let calls like the one that the kernel just had go straight to it."""
     ready = kernel.ready_call(key)
     if ready is None:  # nothing was launched
@@ -102,17 +110,28 @@ def _remember_torch(kernel: Kernel, options: tuple[bool, float | None], key: Key
         _torch_calls.setdefault(options, TorchCalls(MAX_TORCH_CALLS)).remember(key, ready)
 
 
-def _found(q: Any, k: Any, v: Any, causal: bool, scale: Any, out: Any, lse: Any, stream: Any) -> Kernel:
+def _found(q: Any, k: Any, v: Any, causal: bool, scale: Any, precision: Any, out: Any, lse: Any, stream: Any) -> Kernel:
     """The kernel for a call: one looked up by its shapes and types, else by all of it."""
     torch = sys.modules.get("torch")
     kernel = key = None
     try:
         device = q.get_device() if torch is not None and isinstance(q, torch.Tensor) else _device(q)
-        key = (q.shape, k.shape, q.dtype, device, causal, scale, type(causal), type(scale), None if out is None else out.dtype)
+        key = (
+            q.shape,
+            k.shape,
+            q.dtype,
+            device,
+            causal,
+            scale,
+            type(causal),
+            type(scale),
+            None if out is None else out.dtype,
+            precision,
+        )
         kernel = _calls.get(key)
     except (AttributeError, TypeError):  # an exporter of DLPack and no more, or what is no tensor: described below
         key = None
-    return _kernel(q, k, v, causal, scale, out, lse, stream, key) if kernel is None else kernel
+    return _kernel(q, k, v, causal, scale, precision, out, lse, stream, key) if kernel is None else kernel
 
 
 def _device(q: Any) -> int:
@@ -120,13 +139,18 @@ def _device(q: Any) -> int:
     return driver.current_device() if framework is None else framework.device("q", q)
 
 
-def _kernel(q: Any, k: Any, v: Any, causal: bool, scale: Any, out: Any, lse: Any, stream: Any, key: Hashable | None) -> Kernel:
+def _kernel(
+    q: Any, k: Any, v: Any, causal: bool, scale: Any, precision: Any, out: Any, lse: Any, stream: Any, key: Hashable | None
+) -> Kernel:
     """The kernel for a call, which is then remembered under `key`. Everything is checked before anything is compiled."""
+    if precision not in (None, "fp8"):
+        raise InputError("precision", f"is {precision!r}; expected None or 'fp8'")
     given = {n: t for n, t in (("q", q), ("k", k), ("v", v), ("out", out), ("lse", lse)) if n in "qkv" or t is not None}
     arrays = _described(given, stream)
     wanted = _attention(arrays, causal, scale)
     problem, _ = check(wanted, arrays["q"], arrays["k"], arrays["v"], arrays.get("out"), arrays.get("lse"))
-    schedule = tuned.choose(wanted, problem, driver.device_info(arrays["q"].device)).schedule
+    choose = tuned.choose_quantised if precision == "fp8" and wanted.dtype in tuned.HALF_TYPES else tuned.choose
+    schedule = choose(wanted, problem, driver.device_info(arrays["q"].device)).schedule
     with _setup:
         kernel = _kernels.get((wanted, schedule))
         if kernel is None:

@@ -15,9 +15,8 @@ import numpy as np
 from ..attention import Attention
 from ..errors import LaunchError
 from ..oracle import CheckProblem, Verdict, check, compare, make_case, sample_rows, simulate, simulate_sample
-from ..oracle.baseline import baseline_rows, score_step
 from ..oracle.numeric import DTYPES, Array
-from ..oracle.reference import reference_rows
+from ..oracle.yardstick import yardstick
 from ..schedule import Schedule
 from .items import with_reason
 
@@ -75,14 +74,8 @@ def judge_outputs(attention: Attention, schedule: Schedule, problem: CheckProble
         out, lse = saved["out"].view(DTYPES[attention.output_dtype]), saved["lse"]
     path.unlink()
     c = make_case(attention, schedule, problem, seed=seed)
-    return compare(
-        out,
-        lse,
-        reference=reference_rows(attention, c.q, c.k, c.v, rows, **c.row_descales),
-        baseline=baseline_rows(attention, c.q, c.k, c.v, rows, **c.row_descales),
-        dtype=attention.output_dtype,
-        score_step=score_step(attention, c.q, c.k, **c.row_descales),
-    )
+    want = yardstick(attention, c.q, c.k, c.v, rows, schedule, **c.row_descales)
+    return compare(out, lse, **want._asdict(), dtype=attention.output_dtype)
 
 
 def judge_simulated(
@@ -105,7 +98,8 @@ def judge_simulated(
             out, lse, rows = part.out, part.lse, part.rows
     except LaunchError as e:  # deadlocks and faults of the simulated machine
         return Verdict(False, float("inf"), 0.0, float("inf"), f"{type(e).__name__}: {e}")
-    return with_reason(check(attention, c.q, c.k, c.v, out, lse, rows=rows, seed=seed, **c.row_descales), differs)
+    found = check(attention, c.q, c.k, c.v, out, lse, schedule=schedule, rows=rows, seed=seed, **c.row_descales)
+    return with_reason(found, differs)
 
 
 def _bits(x: Array) -> Array:

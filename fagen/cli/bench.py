@@ -18,7 +18,7 @@ from .common import Progress, Selected, built, built_name, from_option, json_opt
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from ..explore.bench_result import BenchResult, BenchSpec, Ceilings, Prediction, Row, Timing
+    from ..explore.bench_result import BenchResult, BenchSpec, Ceilings, Row, Timing
     from ..explore.timing import Interval
 
 PEERS = "cudnn,fa2,fa3"
@@ -29,6 +29,11 @@ PEERS = "cudnn,fa2,fa3"
 @need.grid_option
 @need.shape_option
 @need.ablate_option
+@click.option(
+    "--parts",
+    is_flag=True,
+    help="Time the kernels that quantise, and the attention kernel after them, alone as well (schedules with precision).",
+)
 @click.option("--causal/--full", "causal", default=None, help="The mask, instead of the schedule's own.")
 @click.option("--vs", default=PEERS, show_default=True, metavar="PEERS", help="Peers to time beside, or none.")
 @click.option(
@@ -62,6 +67,7 @@ def command(
     grid: str | None,
     shapes: Sequence[str],
     ablate: bool,
+    parts: bool,
     causal: bool | None,
     vs: str,
     inputs: str,
@@ -104,7 +110,9 @@ def command(
         require_matplotlib(picture)
     if from_results is None:
         kernels, peers = need.needed(schedules, settings, causal, grid, shapes, ablate), parse_peers(vs)
-        result = _measure(kernels, BenchSpec((), peers, rounds, sustained, seed, inputs), folder)
+        if parts and all(k.item.schedule.precision is None for k in kernels):
+            raise InputError("--parts", "none of the schedules quantises; those with precision do, such as --set precision=e4m3")
+        result = _measure(kernels, BenchSpec((), peers, rounds, sustained, seed, inputs), folder, parts)
     else:
         result = read_results(from_results)
     if target is not None:
@@ -124,7 +132,7 @@ def command(
     return 0 if result.ok else 1
 
 
-def _measure(kernels: Sequence[need.Needed], spec: BenchSpec, folder: str | None) -> BenchResult:
+def _measure(kernels: Sequence[need.Needed], spec: BenchSpec, folder: str | None, parts: bool) -> BenchResult:
     """`spec`: all but the cases."""
     from ..explore.bench import check_spec
     from ..explore.bench_lab import check_device
@@ -143,7 +151,7 @@ def _measure(kernels: Sequence[need.Needed], spec: BenchSpec, folder: str | None
             for item in items:
                 places[item] = _ready(item, folder, scratch)
                 progress.step(item.name)
-        spec = replace(spec, cases=need.cases(kernels, [places[k.item] for k in kernels]))
+        spec = replace(spec, cases=need.cases(kernels, [places[k.item] for k in kernels], parts))
         with Progress("measuring", len(spec.cases)) as progress:
             return run_watched(
                 spec,
@@ -309,10 +317,13 @@ def _table(result: BenchResult) -> Table:
 def _lines(row: Row) -> list[tuple[str, tuple[str, ...]]]:
     """(load, cells) of each timing, or why there is none."""
     timings = [(load, t) for load, t in (("burst", row.burst), ("sustained", row.sustained)) if t is not None]
-    return [(load, _numbers(t, row.prediction)) for load, t in timings] or [("", (row.outcome,))]
+    return [(load, _numbers(t, row)) for load, t in timings] or [("", (row.outcome,))]
 
 
-def _numbers(t: Timing, prediction: Prediction | None) -> tuple[str, ...]:
+def _numbers(t: Timing, row: Row) -> tuple[str, ...]:
+    prediction = row.prediction
+    if row.bytes is not None:  # kernels that only move bytes
+        return "", "", f"{t.ms.median:.4g}", "", "", f"{100 * t.copy_share:.0f}", "", _or(t.sm_mhz, ".0f")
     ratio = "" if t.ratio is None else f"{t.ratio.median:.3f} of {t.best_peer}" + (" (slower)" if t.ratio.median < 1 else "")
     spread = f"{t.tflops.low:.1f}–{t.tflops.high:.1f}"
     shares = (f"{100 * t.gemm_share:.0f}", f"{100 * t.copy_share:.0f}")

@@ -101,8 +101,9 @@ def label(item: Selected) -> str:
     return item.stem if item.own_schedule else f"{item.stem}.{item.schedule.id}"
 
 
-def cases(kernels: Sequence[Needed], places: Sequence[tuple[str, str]]) -> tuple[CaseSpec, ...]:
-    """Kernels for one attention and problem are timed together. `places`: (folder, file) of each built kernel."""
+def cases(kernels: Sequence[Needed], places: Sequence[tuple[str, str]], parts: bool = False) -> tuple[CaseSpec, ...]:
+    """Kernels for one attention and problem are timed together. `places`: (folder, file) of each built kernel. `parts`: those that
+    quantise and attend also in two parts."""
     from ..explore.bench_result import CaseSpec, KernelRef
 
     found: dict[Attention, dict[Problem, list[KernelRef]]] = {}
@@ -110,6 +111,8 @@ def cases(kernels: Sequence[Needed], places: Sequence[tuple[str, str]]) -> tuple
         for problem in kernel.problems:
             refs = found.setdefault(kernel.item.attention, {}).setdefault(problem, [])
             refs.append(KernelRef(kernel.label, *place, kernel.about))
+            if parts and kernel.item.schedule.precision is not None:
+                refs += [KernelRef(f"{kernel.label}, {part}", *place, kernel.about, part) for part in ("quantise", "attend")]
     return tuple(CaseSpec(a, problem, tuple(refs)) for a, of in found.items() for problem, refs in of.items())
 
 

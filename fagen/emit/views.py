@@ -12,7 +12,7 @@ from ..plan.counts import copy_loads, scarce
 from ..plan.expr import Expr, as_expr, sym
 from ..plan.kernel import KernelPlan
 from ..plan.layout import ACC64, LAYOUTS
-from . import debug, trace, views_ladder, views_removal
+from . import debug, trace, views_ladder, views_quantise, views_removal
 from .templates import Helpers, View, path
 
 PACK = {"bf16": ("pack_bf16", "bf16x2"), "fp16": ("pack_f16", "f16x2")}
@@ -144,7 +144,7 @@ def _global(tensor: str, s: Any, x: Scope, first: Expr | None) -> str:
     """C address of a (batch, seq, heads, dim) tensor at a batch and head, and at a first row; 64-bit, since the strides are."""
     terms = [sym(f"{tensor}_sb"), sym(f"{tensor}_sh"), sym(f"{tensor}_ss")]
     index = [s.batch, s.head, first]
-    return f"p.{tensor}" + "".join(f" + {x.c(i * t)}" for i, t in zip(index, terms) if i is not None)
+    return f"p.{tensor}" + "".join(f" + {x.c(i * t)}" for i, t in zip(index, terms) if i not in (None, as_expr(0)))
 
 
 def _cp_async(s: st.CpAsync, x: Scope) -> tuple[str, View]:
@@ -198,7 +198,9 @@ def _load_scale(s: st.LoadScale, x: Scope) -> tuple[str, View]:
 
     known = [*(["SCALE_LOG2"] if s.constant != 1 else []), *([s.times] if s.times else [])]
     declare = f"{s.declare} " if s.declare else ""
-    return "load_scale", {"declare": declare, "var": s.var, "product": " * ".join([*known, *map(descale, s.factors)])}
+    product = " * ".join([*known, *map(descale, s.factors)])
+    least = product if s.least is None else f"fmaxf({product}, {s.least:.9g}f)"
+    return "load_scale", {"declare": declare, "var": s.var, "product": least}
 
 
 def _scale_shift(s: st.ScaleShift, x: Scope) -> tuple[str, View]:
@@ -503,6 +505,7 @@ _VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {
     st.Promote: lambda s, x: ("promote", {"parts": x.zipped(total=s.total, o=s.o)}),
     **views_ladder.VIEWS,
     **views_removal.VIEWS,
+    **views_quantise.VIEWS,
     **debug.VIEWS,
     **trace.VIEWS,
 }

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..plan.expr import Expr
 from ..plan.kernel import KernelPlan, Plan
+from ..plan.quantise_steps import MEMORY
 from ..plan.steps import Body, ClaimTile, Forever, Frag, Let, Loop, Mma, Role, Slot, Smem, Step, Var, bodies, walk
 from .contexts import closure
 from .roofline import KernelCost
@@ -67,13 +68,21 @@ def _tiles(kernel: KernelPlan) -> Iterator[str]:
         verbs = [
             verb
             for verb, field in (("read", "src"), ("written", "dst"))
-            if any(getattr(s, field, None) == name and _touches_memory(s, field) for r in kernel.roles for s in walk(r.body))
+            if any(_touches(s, field, name) for r in kernel.roles for s in walk(r.body))
         ]
         yield f"{name} is in global memory: {' and '.join(verbs)} by this kernel."
 
 
 def _held(frag: Frag) -> str:
     return f"{frag.name} {frag.rows} × {frag.cols} {frag.dtype} in {frag.registers} registers a thread"
+
+
+def _touches(step: Step, field: str, name: str) -> bool:
+    """Whether a step reads ("src") or writes ("dst") the workspace."""
+    if type(step) in MEMORY:
+        reads, writes = MEMORY[type(step)]
+        return name in (getattr(step, f) for f in (reads if field == "src" else writes))
+    return getattr(step, field, None) == name and _touches_memory(step, field)
 
 
 def _touches_memory(step: Step, field: str) -> bool:
@@ -102,9 +111,13 @@ def _cover(kernel: KernelPlan, cost: KernelCost | None) -> Iterator[str]:
             else "a range of query tiles"
         )
         yield f"{grid}; each owns {own} of one head of one sequence, and walks them."
-    else:
+    elif "m" in lets:
         yield f"{grid}; each owns one query tile of one head of one sequence."
-    shown = [f"{name} = {lets[name]}" for name in ("pair", "m", "b", "h", "h_kv") if name in lets]
+    elif any(s.kind == "LoadRows" for s in steps):
+        yield f"{grid}; each owns some rows of one head of q, k or v."
+    else:
+        yield f"{grid}."
+    shown = [f"{name} = {lets[name]}" for name in ("pair", "m", "part", "b", "h", "h_kv") if name in lets]
     if shown:
         yield f"A CTA finds its place by {', '.join(shown)}."
     blocks = next((s for s in loops if s.var == "j"), None)

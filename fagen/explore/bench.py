@@ -124,14 +124,15 @@ def _timings(
 ) -> list[Timing]:
     counted = flops(case.attention, case.problem)
     visible = flops(case.attention, case.problem, visible_pairs(case.attention, case.problem))
-    nbytes = compulsory_bytes(case.attention, case.problem)
+    compulsory = compulsory_bytes(case.attention, case.problem)
     ms = [interval([s.ms for s in of]) for of in samples]
     peer_places = [i for i, row in enumerate(rows) if row.kind == "peer"]
     best = min(peer_places, key=lambda i: ms[i].median, default=None)
     timings = []
     for i, (row, task, of) in enumerate(zip(rows, tasks, samples)):
         ratio = None
-        if row.kind == "schedule" and best is not None:
+        nbytes = compulsory if row.bytes is None else row.bytes
+        if row.kind == "schedule" and row.part != "quantise" and best is not None:
             ratio = interval([theirs.ms / mine.ms for theirs, mine in zip(samples[best], of)])
         clocks = [s.sm_mhz for s in of if s.sm_mhz is not None]
         timings.append(

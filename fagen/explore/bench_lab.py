@@ -16,7 +16,10 @@ from ..compile import load_built
 from ..errors import FagenError, InputError, LaunchError
 from ..interop.arrays import FRAMEWORK_NAMES
 from ..launch import Kernel
+from ..oracle.quantise import Quantiser
+from ..oracle.yardstick import quantiser_of
 from ..plan.kernel import Problem
+from ..plan.quantised import moved_bytes
 from . import peers, verify
 from .bench_inputs import make_inputs, normal
 from .bench_result import BenchSpec, CaseSpec, KernelRef, Machine, Prediction, Row
@@ -170,7 +173,14 @@ class Lab:
         blocks = [self._kernels[ref.directory, ref.file].plan.schedule.tile_kv for ref in case.kernels]
         q, k, v = make_inputs(self._torch, a, p, self._spec.inputs, seed, min(blocks, default=128))
         want = verify.expected(self._torch, a, p, q, k, v, seed)
-        ours = [self._schedule(case, ref, q, k, v, want) for ref in case.kernels]
+        wants: dict[Quantiser | None, verify.Expected] = {None: want}
+        ours = []
+        for ref in case.kernels:
+            schedule = self._kernels[ref.directory, ref.file].plan.schedule
+            quantiser = quantiser_of(schedule)
+            if quantiser not in wants:
+                wants[quantiser] = verify.expected(self._torch, a, p, q, k, v, seed, schedule)
+            ours.append(self._schedule(case, ref, q, k, v, wants[quantiser]))
         return ours + [self._peer(case, name, q, k, v, want) for name in self._spec.peers]
 
     def _schedule(self, case: CaseSpec, ref: KernelRef, q: Any, k: Any, v: Any, want: verify.Expected) -> Candidate:
@@ -178,24 +188,36 @@ class Lab:
         loaded = self._kernels[ref.directory, ref.file]
         # one of its own, so that unloading it ends no other's graph
         kernel = Kernel(loaded.plan, loaded.source, loaded.cubin, loaded.report)
+        part = Kernel(loaded.plan.part(ref.part), loaded.source, loaded.cubin, loaded.report) if ref.part else kernel
+
+        def release() -> None:
+            part.unload()
+            kernel.unload()
+
         ids = kernel.plan.schedule.id, kernel.plan.id, kernel.report.compiler
         kind = "removal" if ref.without else "schedule"
-        row = Row(ref.label, kind, None, *ids, "failed", "", None, None, None, None, ref.about)
+        row = Row(ref.label, kind, None, *ids, "failed", "", None, None, None, None, ref.about, ref.part)
         self._at(f"{ref.label} runs for the first time", LAUNCH_SECONDS, ref.label)
         try:
             out = torch.full((p.batch, p.sq, p.hq, a.dv), float("nan"), dtype=self._dtype(a.output_dtype), device=q.device)
             lse = torch.full((p.batch, p.hq, p.sq), float("nan"), dtype=torch.float32, device=q.device)
             kernel(q, k, v, out=out, lse=lse)
-            row = replace(row, prediction=prediction(kernel, p))
+            if ref.part == "attend":  # all kernels have run: what the part needs is there
+                out.fill_(float("nan"))
+            if ref.part:
+                part(q, k, v, out=out, lse=lse)
+            row = replace(row, prediction=None if ref.part else prediction(kernel, p))
+            if ref.part == "quantise":
+                row = replace(row, bytes=moved_bytes(kernel.plan, p))
         except (FagenError, torch.cuda.OutOfMemoryError) as e:
             self._check_alive(ref.label, e)
-            kernel.unload()  # the functions after it may need what it got hold of
+            release()  # the functions after it may need what it got hold of
             return Candidate(replace(row, reason=_one_line(e)), None)
         self._check_alive(ref.label)
-        call = partial(kernel, q, k, v, out=out, lse=lse)
         if ref.without:  # wrong by design: there is nothing to verify
-            return self._captured(replace(row, outcome="timed"), call, kernel.unload)
-        return self._judged(row, call, out, lse, want, kernel.unload)
+            return self._captured(replace(row, outcome="timed"), partial(kernel, q, k, v, out=out, lse=lse), kernel.unload)
+        warm = (lambda: kernel(q, k, v, out=out, lse=lse)) if ref.part else None
+        return self._judged(row, lambda: part(q, k, v, out=out, lse=lse), out, lse, want, release, warm)
 
     def _peer(self, case: CaseSpec, name: str, q: Any, k: Any, v: Any, want: verify.Expected) -> Candidate:
         title = peers.PEERS[name].title
@@ -216,6 +238,7 @@ class Lab:
         lse: Any,
         want: verify.Expected,
         release: Callable[[], None] = lambda: None,
+        warm: Callable[[], Any] | None = None,
     ) -> Candidate:
         self._at(f"{row.function} is verified", PREPARE_SECONDS, row.function)
         verdict = verify.judge(self._torch, want, out, lse)
@@ -224,12 +247,14 @@ class Lab:
         if not verdict.passed:
             release()
             return Candidate(row, None)
-        return self._captured(row, call, release)
+        return self._captured(row, call, release, warm)
 
-    def _captured(self, row: Row, call: Callable[[], Any], release: Callable[[], None]) -> Candidate:
+    def _captured(
+        self, row: Row, call: Callable[[], Any], release: Callable[[], None], warm: Callable[[], Any] | None = None
+    ) -> Candidate:
         self._at(f"{row.function} is captured", PREPARE_SECONDS, row.function)
         try:
-            task = GraphTask(self._torch, row.function, call, self.clock, release)
+            task = GraphTask(self._torch, row.function, call, self.clock, release, warm)
             self._open.append(task.close)
             return Candidate(row, task)
         except (FagenError, RuntimeError) as e:  # cannot be captured, or no memory for its graph

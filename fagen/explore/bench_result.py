@@ -93,6 +93,8 @@ class KernelRef(Record):
     file: str
     about: str = ""
     without: str = ""
+    part: str = ""
+    """Of a plan that quantises: "quantise" or "attend", the kernels to time alone (`Plan.part`); "": all of them."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ class Timing(Record):
     gemm_share: float
     """tflops / that of the bf16 matrix product measured in the same run, under the same kind of load."""
     copy_share: float
-    """Compulsory bytes a second / those of a device copy measured likewise."""
+    """Compulsory bytes (of a row with `bytes`: those) a second / those of a device copy measured likewise."""
     sm_mhz: float | None
     """Median SM clock read right after (burst) or during (sustained) the measurements."""
     samples_ms: tuple[float, ...]
@@ -185,6 +187,10 @@ class Row(Record):
     """None for peers; of a removal, what is left."""
     about: str = ""
     """Which schedule this is and why (`KernelRef.about`)."""
+    part: str = ""
+    """Kernels of the plan that were timed alone (`KernelRef.part`)."""
+    bytes: int | None = None
+    """What those of part "quantise" read and write of tensors, each read counted; `copy_share` is of these. Else None."""
 
     @property
     def bad(self) -> bool:

@@ -14,6 +14,7 @@ from ..errors import InternalError
 from ..plan.counts import K_BYTES, MAX_N, MMA_SYNC_N
 from ..plan.expr import Expr, IntLike, as_expr, maximum, minimum
 from ..plan.kernel import KernelPlan
+from ..plan.quantise_steps import MEMORY, Staged
 from ..plan.steps import DTYPE_BYTES, Frag, Role, Slot, Smem, Step
 
 Key = tuple[str, ...]
@@ -72,6 +73,7 @@ FREE = frozenset(
         "CopyRow",
     )
     + ("MulRow", "Reciprocal", "LogSumExp", "StoreStats", "StoreFrag", "AddParts")
+    + ("LoadFlips", "WarpSync", "AbsMax", "ColumnStats", "ShareMax", "TakeMax", "ShareColumns")
 )
 """Steps that use none of the counted resources."""
 
@@ -188,6 +190,59 @@ def _load_scale(s: _Scope, step: Any) -> tuple[Quantity, ...]:
     return tuple(Quantity(("in", name), as_expr(size), place) for name in step.factors)
 
 
+def _streamed(s: _Scope, step: Any) -> tuple[Quantity, ...]:
+    """LoadRows, StageRows: a warp's own rows."""
+    rows, cols = _shape(s, step.dst)
+    amount = _rows(rows, step.first_row, step.limit) * s.row_bytes(step.src, cols)
+    return (Quantity(("in", step.src), amount, (step.first_row, step.head, step.batch)),)
+
+
+def _shape(s: _Scope, rows: str | Staged) -> tuple[int, int]:
+    """Rows and columns of a warp's rows."""
+    if isinstance(rows, Staged):
+        return rows.rows, s.kernel.smem_of(rows.smem).cols
+    frag = s.frag(rows)
+    return frag.rows, frag.cols
+
+
+def _quantised(s: _Scope, step: Any) -> tuple[Quantity, ...]:
+    """QuantiseRows: rows of 8-bit values, and of each row a number where they have one."""
+    (most, cols), place = _shape(s, step.x), (step.first_row, step.head, step.batch)
+    rows = _rows(most, step.first_row, step.limit)
+    out = [Quantity(("out", step.dst), rows * s.row_bytes(step.dst, cols), place)]
+    if step.shift is not None:
+        out.append(Quantity(("out", step.shift), rows * s.row_bytes(step.shift, 1), place))
+    return tuple(out)
+
+
+def _numbers(s: _Scope, step: Any) -> tuple[Quantity, ...]:
+    """What a CTA reads and writes of float32 workspaces, all instances together."""
+    amount: IntLike = 1
+    place: tuple[Expr, ...] = tuple(getattr(step, f) for f in ("row", "head", "batch") if hasattr(step, f))
+    if step.kind == "ReduceParts":
+        amount, place = step.count, (step.first,)
+    elif step.kind == "ColumnMean":
+        amount = step.parts * step.cols
+    elif step.kind == "StoreColumns":
+        amount = s.tile(step.src).cols
+    elif step.kind == "LoadColumns":
+        amount = s.frag(step.dst).cols
+    elif step.kind == "AddShift":
+        amount, place = _rows(s.role.threads, step.first, step.limit), (step.first,)
+    size = DTYPE_BYTES["fp32"]
+    return tuple(
+        Quantity(
+            (direction, getattr(step, f)),
+            as_expr(step.cols if (direction, step.kind) == ("out", "ColumnMean") else amount) * size,
+            place,
+            shared=True,
+        )
+        for direction, names in zip(("in", "out"), MEMORY[type(step)])
+        for f in names
+        if getattr(step, f) is not None
+    )
+
+
 COSTS: Mapping[str, Callable[[_Scope, Any], tuple[Quantity, ...]]] = {
     "Mma": _mma,
     "OnlineSoftmax": _online_softmax,
@@ -204,5 +259,10 @@ COSTS: Mapping[str, Callable[[_Scope, Any], tuple[Quantity, ...]]] = {
     "LoadAcc": _loaded,
     "LoadRow": _loaded,
     "LoadScale": _load_scale,
+    **dict.fromkeys(("LoadRows", "StageRows"), _streamed),
+    "QuantiseRows": _quantised,
+    **dict.fromkeys(
+        ("ReduceParts", "ColumnMean", "StoreColumns", "StoreMax", "Descale", "LoadScalar", "LoadColumns", "AddShift"), _numbers
+    ),
 }
 """Kind of step → what it uses."""

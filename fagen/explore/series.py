@@ -40,7 +40,7 @@ def panels(result: BenchResult) -> tuple[Panel, ...]:
     table: dict[tuple[int, str], dict[tuple[str, str], dict[Problem, Row]]] = {}
     for case in result.cases:
         panel = table.setdefault((case.attention.head_dim, case.attention.mask), {})
-        for row in case.rows:
+        for row in (r for r in case.rows if r.bytes is None):  # the others have no operations to count
             name = row.function if case.attention.dtype == usual else f"{row.function} {case.attention.dtype}"
             panel.setdefault((row.kind, name), {})[case.problem] = row
     out = []

@@ -22,7 +22,7 @@ def markdown_table(result: BenchResult) -> str:
         for row in case.rows
         if row.outcome != "timed"
     )
-    parts += ["\n".join(x) for x in (_means(result), sentences, list(reasons)) if x]
+    parts += ["\n".join(x) for x in (_moving(result), _means(result), sentences, list(reasons)) if x]
     return "\n\n".join(parts)
 
 
@@ -52,6 +52,21 @@ def _cell(row: Row | None) -> str:
         return text
     told = f"{ratio.median:.2f}" if ratio.median >= 1 or ratio.median < 0.995 else f"{ratio.median:.4f}"
     return f"{text} (**{told}**)" if ratio.median < 1 else f"{text} ({told})"
+
+
+def _moving(result: BenchResult) -> list[str]:
+    """Kernels that only move bytes."""
+    lines = [
+        "| kernels that quantise | | sequences × length | MB, each read counted | µs | TB/s | share of the copy |",
+        "|---|---|---|---:|---:|---:|---:|",
+    ]
+    for case in result.cases:
+        for row in case.rows:
+            if row.bytes is not None and row.burst is not None:
+                ms, about = row.burst.ms.median, f"| `{row.function}` | {case.attention.label} | {shape_name(case.problem)} "
+                rate = f"{row.bytes / 1e6:.1f} | {1000 * ms:.1f} | {row.bytes / ms / 1e9:.2f} | {100 * row.burst.copy_share:.0f} %"
+                lines.append(f"{about}| {rate} |")
+    return lines if len(lines) > 2 else []
 
 
 def _means(result: BenchResult) -> list[str]:

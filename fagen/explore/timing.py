@@ -144,10 +144,19 @@ def launches_for(measured_ms: float, launches: int, target_ms: float = GRAPH_MS)
 class GraphTask:
     """A function captured in a CUDA graph of about `GRAPH_MS` back-to-back launches. `call` queues one launch on torch's current
     stream and must have run once before (a first call loads the kernel, which cannot be captured). `release` frees what
-    `call` keeps in memory for its streams and graphs, once a graph is gone; the next `call` makes it anew."""
+    `call` keeps in memory for its streams and graphs, once a graph is gone; the next `call` makes it anew. `warm`: called in the place of
+    `call` outside graphs, where that needs what `warm` leaves in its stream's memory."""
 
-    def __init__(self, torch: Any, name: str, call: Callable[[], Any], clock: Clock, release: Callable[[], None] = lambda: None):
-        self._torch, self.name, self._call, self._release = torch, name, call, release
+    def __init__(
+        self,
+        torch: Any,
+        name: str,
+        call: Callable[[], Any],
+        clock: Clock,
+        release: Callable[[], None] = lambda: None,
+        warm: Callable[[], Any] | None = None,
+    ):
+        self._torch, self.name, self._call, self._release, self._warm = torch, name, call, release, warm or call
         self._graph: Any = None
         self.launches = 2
         for _ in range(3):  # the first guess includes the graph's own launch latency, which misleads for kernels of microseconds
@@ -167,7 +176,7 @@ class GraphTask:
             self.close()
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            self._call()  # leaves behind, on this stream, the workspace that a capture takes over
+            self._warm()  # leaves behind, on this stream, the workspace that a capture takes over
         torch.cuda.synchronize()
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, stream=stream):
@@ -181,7 +190,7 @@ class GraphTask:
         self._release()
 
     def once(self) -> None:
-        self._call()
+        self._warm()
 
     def replay(self) -> None:
         self._graph.replay()

@@ -17,7 +17,11 @@ from ..interop.arrays import FRAMEWORK_NAMES
 from ..oracle.baseline import score_step_of
 from ..oracle.compare import Verdict, compare
 from ..oracle.numeric import E4M3_DEPTH, E4M3_P_SCALE, E4M3_SUM_BITS
+from ..oracle.yardstick import quantiser_of
 from ..plan.kernel import Problem
+from ..plan.precision import attended
+from ..schedule import Schedule
+from .verify_quantised import dequantised
 
 HEADS, ROWS = 32, 64
 """Sampled: at most so many (batch, head) pairs, and query rows of each; the first and the last ones are always among them."""
@@ -38,8 +42,11 @@ class Expected:
     score_step: float
 
 
-def expected(torch: Any, attention: Attention, problem: Problem, q: Any, k: Any, v: Any, seed: int) -> Expected:
-    """q, k, v: torch tensors (batch, seq, heads, dim) on the GPU, of the attention's dtype; mask full or causal."""
+def expected(
+    torch: Any, attention: Attention, problem: Problem, q: Any, k: Any, v: Any, seed: int, schedule: Schedule | None = None
+) -> Expected:
+    """q, k, v: torch tensors (batch, seq, heads, dim) on the GPU, of the attention's dtype; mask full or causal. `schedule`: whose
+    `precision` the baseline shares; None: the attention's own."""
     rng = np.random.default_rng(seed)
     pairs = _sample(rng, problem.batch * problem.hq, HEADS, edge=1)
     rows = _sample(rng, problem.sq, ROWS, edge=4)
@@ -50,13 +57,20 @@ def expected(torch: Any, attention: Attention, problem: Problem, q: Any, k: Any,
     if attention.causal:
         keys = torch.arange(problem.sk, device=q.device)
         hidden = keys[None, :] > index[:, None] + (problem.sk - problem.sq)
+    quantiser = None if schedule is None else quantiser_of(schedule)
+    inner, of_q, of_k, of_v, shift = attention, q, k, v, None
+    if schedule is not None and quantiser is not None:
+        inner, _ = attended(attention, schedule)
+        of_q, of_k, of_v, shift = dequantised(torch, attention, quantiser, q, k, v)
     reference, baseline = [], []
     for b, h in zip(batches.tolist(), heads.tolist()):
-        rows_q, keys_k, keys_v = (t.float() for t in (q[b, index, h], k[b, :, h // group], v[b, :, h // group]))
-        reference.append(_exact(torch, attention, rows_q.double(), keys_k.double(), keys_v.double(), hidden))
-        baseline.append(_rounded(torch, attention, rows_q, keys_k, keys_v, hidden))
-    q_top, k_top = (t.float().abs().amax(dim=(0, 1, 2)) for t in (q, k))
-    step = score_step_of(attention, float((q_top * k_top).max()))
+        rows_q, keys_k, keys_v = (t.double() for t in (q[b, index, h], k[b, :, h // group], v[b, :, h // group]))
+        reference.append(_exact(torch, attention, rows_q, keys_k, keys_v, hidden))
+        rows_q, keys_k, keys_v = (t.float() for t in (of_q[b, index, h], of_k[b, :, h // group], of_v[b, :, h // group]))
+        out, lse = _rounded(torch, inner, rows_q, keys_k, keys_v, hidden)
+        baseline.append((out, lse if shift is None else lse + shift[b, h, index]))
+    q_top, k_top = (t.float().abs().amax(dim=(0, 1, 2)) for t in (of_q, of_k))
+    step = score_step_of(inner, float((q_top * k_top).max()))
     return Expected(batches, heads, rows, _stack(torch, reference), _stack(torch, baseline), attention.output_dtype, step)
 
 

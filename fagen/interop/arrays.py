@@ -155,7 +155,7 @@ def check(
         if name in given and given[name].shape != shape:
             raise InputError(name, f"has shape {given[name].shape}; expected {shape} ({', '.join(_DIMS[name])})")
     if not problem.empty:
-        _check_layouts(given, v_transposed)
+        check_layouts(given, v_transposed)
     strides = {"out": contiguous_strides(output_shapes(attention, problem)["out"])}
     strides |= {n: _strides(a) for n, a in given.items() if n != "lse"}
     if v_transposed:
@@ -194,7 +194,8 @@ def _problem(attention: Attention, q: Array, k: Array, v: Array, v_transposed: b
     return Problem(batch, sq, sk, hq, hkv)
 
 
-def _check_layouts(given: Mapping[str, Array], v_transposed: bool) -> None:
+def check_layouts(given: Mapping[str, Array], v_transposed: bool) -> None:
+    """An InputError naming the first tensor whose strides no kernel takes."""
     for name, a in given.items():
         if name == "lse":
             if effective_strides(a.shape, a.strides) != contiguous_strides(a.shape):

@@ -21,9 +21,9 @@ import numpy.typing as npt
 
 from ..attention import Attention
 from ..descales import Descales
-from .baseline import baseline_rows, score_step
+from ..schedule import Schedule
 from .numeric import F64, Array, ulp
-from .reference import reference_rows
+from .yardstick import yardstick
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -92,11 +92,13 @@ def check(
     out: Array,
     lse: Array,
     *,
+    schedule: Schedule | None = None,
     rows: npt.ArrayLike | None = None,
     seed: int = 0,
     **descales: Unpack[Descales],
 ) -> Verdict:
-    """Compute reference and baseline (of q, k, v and descales as `reference` takes them) and judge `out` and `lse` (whole, as a kernel
+    """Compute reference and baseline (of q, k, v and descales as `reference` takes them; the baseline in the `precision` of the schedule)
+    and judge `out` and `lse` (whole, as a kernel
     returns them).
 
     `rows`: a mask (batch, heads, seqlen_q) of the rows to judge (as `Simulation.rows`), or indices of query rows, judged in all
@@ -111,15 +113,8 @@ def check(
         mask = mask[:, :, index]
     else:
         index = np.asarray(rows, np.int64)
-    return compare(
-        out[:, index],
-        lse[:, :, index],
-        reference=reference_rows(attention, q, k, v, index, **descales),
-        baseline=baseline_rows(attention, q, k, v, index, **descales),
-        dtype=attention.output_dtype,
-        score_step=score_step(attention, q, k, **descales),
-        mask=mask,
-    )
+    want = yardstick(attention, q, k, v, index, schedule, **descales)
+    return compare(out[:, index], lse[:, :, index], **want._asdict(), dtype=attention.output_dtype, mask=mask)
 
 
 def sample_rows(sq: int, *, count: int = 256, seed: int = 0) -> npt.NDArray[np.int64]:

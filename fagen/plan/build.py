@@ -9,7 +9,7 @@ from ..attention import Attention
 from ..errors import InputError, InternalError
 from ..schedule import Schedule
 from ..target import Target, target
-from . import barriers, ladder, memory, registers, rules, scales
+from . import barriers, ladder, memory, quantised, registers, rules, scales
 from .expr import Expr, as_expr, maximum, sym
 from .kernel import (
     TRACE_CTAS,
@@ -23,6 +23,7 @@ from .kernel import (
     Workspace,
     trace_buffer,
 )
+from .precision import attended
 from .proof import prove
 from .roles.mma_sync import MmaSync
 from .roles.wgmma import Wgmma
@@ -56,9 +57,12 @@ def assemble(attention: Attention, schedule: Schedule, *, debug: bool = False, t
     if debug and trace:
         raise InputError("trace", "given beside debug, whose delays would be what one sees; one of them is enough")
     t = target(schedule.arch)
-    tiles = Tiles(attention, schedule, t)
+    tiles = Tiles(*attended(attention, schedule), t)
     spaces = tiles.workspaces()
-    if schedule.softmax != "fused":
+    if schedule.precision is not None:
+        kernels, more = quantised.quantise_and_attend(Tiles(attention, schedule, t), _wgmma(tiles, t))
+        spaces = (*spaces, *more)
+    elif schedule.softmax != "fused":
         kernels, spaces = ladder.standard(tiles)
     elif schedule.loop_order == "kv_outer":
         kernels, spaces = ladder.kv_outer(tiles)
@@ -71,6 +75,18 @@ def assemble(attention: Attention, schedule: Schedule, *, debug: bool = False, t
         spaces = (*spaces, *(Workspace(trace_buffer(k.name), "i32", as_expr(_trace_words(k)), zeroed=False) for k in kernels))
         kernels = tuple(map(_with_trace, kernels))
     return Plan(attention, schedule, t, kernels, spaces, debug, trace)
+
+
+def quantise_plan(attention: Attention, schedule: Schedule) -> Plan:
+    """The plan of the kernels alone that quantise, as a schedule with `precision` says; they leave tensors, descales and shifts as outputs.
+    Of the schedule only precision, scale_granularity, hadamard, smooth_k and the tile sizes matter; nothing else is checked."""
+    t = target(schedule.arch)
+    kernels, spaces, outputs = quantised.quantise_only(Tiles(attention, schedule, t))
+    for kernel in kernels:
+        result = prove(kernel, attention, schedule)
+        if not result.ok:
+            raise InternalError(f"{kernel.name} is not synchronised: {result.failures[0]}")
+    return Plan(attention, schedule, t, kernels, spaces, outputs=outputs)
 
 
 def _wgmma(tiles: Tiles, t: Target) -> KernelPlan:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from ..errors import InternalError
 from .kernel import KernelPlan
+from .quantise_steps import LoadColumns, LoadRows, StageRows
 from .registers import copies_in_flight
 from .steps import (
     DTYPE_BYTES,
@@ -90,10 +91,15 @@ def _step(kernel: KernelPlan, role: Role, step: Step) -> dict[str, int]:
         return {"LDG.E.128": next(f for f in role.frags if f.name == step.dst).registers // 4}
     if isinstance(step, RowPass):
         return {"LDG.E.128": ROW_LOADS}
+    if isinstance(step, StageRows):
+        tile = kernel.smem_of(step.dst.smem)
+        return {"LDGSTS": step.dst.rows * tile.cols * DTYPE_BYTES[tile.dtype] // (16 * 32)}
+    if isinstance(step, (LoadRows, LoadColumns)):
+        return {"LDG.E.128": next(f for f in role.frags if f.name == step.dst).registers // 4}
     return {}
 
 
-WIDE_LOADS = (Copy, LoadAcc, RowPass)
+WIDE_LOADS = (Copy, LoadAcc, RowPass, LoadRows, LoadColumns)
 ROW_LOADS = 4
 """16-byte loads in flight in a pass over a row."""
 

@@ -10,7 +10,7 @@ and the kernel's own parameters, which later expressions may use.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..attention import Attention
 from ..errors import InputError, InternalError
@@ -83,12 +83,15 @@ class TensorMapRecipe:
 
 @dataclass(frozen=True)
 class Workspace:
-    """Global memory a kernel needs beside its tensors. `zeroed`: 0 before the first launch, and left 0 by every launch."""
+    """Global memory a kernel needs beside its tensors. `zeroed`: 0 before the first launch, and left 0 by every launch.
+
+    `shape`: (batch, heads, rows, cols), row-major, of numbers; of counters ()."""
 
     name: str
     dtype: str
     count: Expr
     zeroed: bool
+    shape: tuple[Expr, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,8 @@ class KernelPlan:
     smem_bytes: int
     roles: tuple[Role, ...]
     grid: Expr
+    kinds: tuple[Expr, ...] = ()
+    """Where CTAs differ in what they do: the first CTA of each kind but the first. The proof looks at one of each."""
 
     def smem_of(self, name: str) -> Smem:
         return next(s for s in self.smem if s.name == name)
@@ -139,6 +144,15 @@ class Plan:
     trace: bool = False
     without: str = ""
     """What a removal took away, "" of a plan that computes attention; see removal.py."""
+    outputs: tuple[Workspace, ...] = ()
+    """What a plan leaves that only quantises, in the place of out and lse."""
+
+    def part(self, name: str) -> Plan:
+        """The plan with some of its kernels, to launch them alone with the same workspaces: "quantise", those before the attention
+        kernel; "attend", that one and what follows it."""
+        at = next(i for i, k in enumerate(self.kernels) if k.name == "attention")
+        parts = {"quantise": self.kernels[:at], "attend": self.kernels[at:]}
+        return replace(self, kernels=parts[name])
 
     @property
     def id(self) -> str:

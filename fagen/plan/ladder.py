@@ -27,6 +27,8 @@ class Space:
     dtype: str
     rows: Expr
     cols: Expr
+    batch: Expr = BATCH
+    heads: Expr = HQ
 
     @property
     def gmem(self) -> Gmem:
@@ -34,11 +36,12 @@ class Space:
 
     @property
     def workspace(self) -> Workspace:
-        return Workspace(self.name, self.dtype, BATCH * HQ * self.rows * self.cols, zeroed=False)
+        shape = (self.batch, self.heads, self.rows, self.cols)
+        return Workspace(self.name, self.dtype, self.batch * self.heads * self.rows * self.cols, zeroed=False, shape=shape)
 
     def params(self) -> tuple[Param, ...]:
         head = self.rows * self.cols
-        strides = (("sb", HQ * head), ("sh", head), ("ss", self.cols))
+        strides = (("sb", self.heads * head), ("sh", head), ("ss", self.cols))
         return tuple(Param(f"{self.name}_{x}", "i64", value) for x, value in strides)
 
 

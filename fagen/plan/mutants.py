@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..attention import Attention
 from ..errors import InternalError
 from ..schedule import Schedule
+from . import quantise_steps as Q
 from . import steps as S
 from .kernel import KernelPlan
 from .proof import Case, Cases, prove
@@ -142,6 +143,7 @@ def _edits(body: S.Body, here: Callable[[S.Body], Iterator[Edit]]) -> Iterator[E
 DROPPED = (
     S.Arrive, S.Wait, S.Advance, S.Sync, S.NArrive, S.CtaSync, S.ProxyFence,
     S.MmaWait, S.CpWait, S.CpCommit, S.TmaLoad, S.CpAsync, S.ResetCounter, S.Copy, S.StoreStats, S.StoreFrag, S.StoreAcc,
+    Q.StageRows, Q.WarpSync, Q.ShareMax, Q.ShareColumns,
 )  # fmt: skip
 
 

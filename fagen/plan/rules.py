@@ -16,6 +16,7 @@ from ..schedule import Schedule
 from ..target import TARGETS, target
 from . import registers, scales
 from .memory import BARRIER_BYTES, tile_bytes
+from .precision import attended
 
 CHOICES: dict[str, tuple[object, ...]] = {
     # attention
@@ -41,7 +42,9 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "normalise": ("once", "each_step"),
     "reference": ("running", "stale"),
     "scale_granularity": (None, "tensor", "head", "block"),
+    "precision": (None, "e4m3"),
     "hadamard": (False, True),
+    "smooth_k": (False, True),
     "v_transposed": (False, True),
 }
 """Fields that take one of a few values."""
@@ -51,7 +54,6 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "sink": (True,),
     "parallelism": ("kv_splits",),
     "p_operand": ("shared",),
-    "hadamard": (True,),
 }
 """Values of the design that no kernel honours yet: rejected with code not-yet. The knob walk holds this list."""
 
@@ -176,18 +178,45 @@ def structure(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
         )
     if s.softmax != "fused":
         yield from _structure_materialised(s)
-    yield from _structure_precision(attention, s)
-    yield from scales.structure(attention, s)
+    wrong = tuple(_structure_quantised(attention, s))
+    yield from wrong
+    inner, s = (attention, s) if wrong else attended(attention, s)
+    if s.precision is None:  # else there is no such attention kernel
+        yield from _structure_precision(inner, s)
+        yield from scales.structure(inner, s)
     if s.mma == "wgmma":
         yield from _structure_wgmma(s)
     else:
-        yield from _structure_mma_sync(attention, s)
+        yield from _structure_mma_sync(inner, s)
     if s.skip_masked:
-        yield from _structure_skip_masked(attention, s)
+        yield from _structure_skip_masked(inner, s)
+
+
+def _structure_quantised(a: Attention, s: Schedule) -> Iterator[Violation]:
+    """Kernels that quantise stand before a WGMMA kernel for e4m3 that transposes V itself."""
+    if s.precision is None:
+        for field, what in (("hadamard", "rotates q and k"), ("smooth_k", "takes k's mean off")):
+            if getattr(s, field):
+                message = f"{what} before they are rounded to e4m3, which needs precision 'e4m3' and 16-bit tensors"
+                yield Violation(field.replace("_", "-"), field, message, (False,))
+        return
+    if a.dtype == "e4m3":
+        yield Violation("precision", "precision", "given with e4m3 tensors, which are quantised already", (None,))
+    elif s.mma != "wgmma":
+        yield Violation("precision", "precision", f"{s.precision} has no fast path on {s.mma}", (None,))
+    elif s.v_transposed:
+        message = "is for an e4m3 V given so; one that the plan quantises is transposed in the attention kernel"
+        yield Violation("v-transposed", "v_transposed", message, (False,))
+    elif s.roles == "uniform":
+        message = "'uniform' roles have no warps to transpose the V that the plan quantises"
+        yield Violation("roles", "roles", message, ("producer",))
 
 
 def _structure_precision(a: Attention, s: Schedule) -> Iterator[Violation]:
     if a.dtype != "e4m3":
+        if s.scale_granularity is not None:
+            message = f"{s.scale_granularity!r} is for e4m3; {a.dtype} tensors have no scales"
+            yield Violation("scale-granularity", "scale_granularity", message, (None,))
         if s.v_transposed:
             yield Violation("v-transposed", "v_transposed", f"is for e4m3; {a.dtype} V is read as it is", (False,))
         return
@@ -334,8 +363,9 @@ def _copies(a: Attention, s: Schedule, field: str, step: int) -> Violation:
 
 
 def resources(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
-    """Shared memory and registers."""
-    s, t = schedule, target(schedule.arch)
+    """Shared memory and registers, of the attention kernel: those that quantise need less."""
+    attention, s = attended(attention, schedule)
+    t = target(schedule.arch)
     need = tile_bytes(attention, s) + BARRIER_BYTES
     if need > t.smem_bytes:
         message = f"Q, {s.stages_k} K and {s.stages_v} V tiles and barriers need {need} bytes of shared memory, {t.arch} has {t.smem_bytes}"

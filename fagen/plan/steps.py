@@ -68,12 +68,20 @@ FEW_COPIES, MANY_COPIES = 4, 8
 """16-byte loads that a thread may have in flight in a copy through registers, four registers each: beside a block's tiles, and where
 registers are free."""
 
+LANE_COLUMNS = 16
+"""Neighbouring columns of a row that one lane holds where a warp streams rows: 32 bytes of 16-bit values, 16 bytes of 8-bit ones."""
+ONE_ROW = {"uniform": 1, "lane": 1, "columns": LANE_COLUMNS, "masks": LANE_COLUMNS // 2}
+"""Layouts of one row → registers a thread; "uniform": one value, the same in all lanes."""
+
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "e4m3": 1, "fp32": 4, "i32": 4}
 
 
 @dataclass(frozen=True)
 class Frag:
     """A register tile of one role instance: of one warp ("…16" layouts, `rows` a multiple of 16) or one warpgroup ("…64", 64 rows).
+
+    Of a warp that streams rows (quantise_steps.py): "lanes": each row lies in cols / 16 lanes; "columns": the 16 values that belong to a
+    lane's columns; "masks": 16 bits for each of them; "lane": one value of each lane's own.
 
     In C an array per block of 16 (or 64) rows: `float S[64]`, or `float S[2][32]` with two blocks. Never indexed by a run-time value.
     """
@@ -86,8 +94,10 @@ class Frag:
 
     @property
     def unit_rows(self) -> int:
-        if self.layout == "uniform":
+        if self.layout in ONE_ROW:
             return 1
+        if self.layout == "lanes":
+            return 32 * LANE_COLUMNS // self.cols
         return 64 if "64" in self.layout else 16
 
     @property
@@ -97,11 +107,11 @@ class Frag:
     @property
     def registers(self) -> int:
         """32-bit registers a thread holds for it."""
-        if self.layout == "uniform":  # one value, the same in all lanes
-            return 1
+        if self.layout in ONE_ROW:
+            return ONE_ROW[self.layout]
         if self.layout.startswith("row"):
             return 2 * self.blocks
-        per_thread = self.rows * self.cols // (self.unit_rows * 2)
+        per_thread = self.rows * self.cols // (128 if self.unit_rows == 64 else 32)
         return per_thread * DTYPE_BYTES[self.dtype] // 4
 
 
@@ -437,6 +447,7 @@ class LoadScale(Step):
     head: Expr | None = None
     batch: Expr | None = None
     block: Expr | None = None
+    least: float | None = None
     declare: str = "const float"
 
 

@@ -36,7 +36,7 @@ class Compiler:
     def __call__(self, attention: Attention, schedule: Schedule) -> Kernel:
         self.asked.append((attention, schedule))
         plan = assemble(attention, schedule)
-        self.fake.kernel = attention_kernel(plan)
+        self.fake.kernel = attention_kernel(plan) if schedule.precision is None else None  # several kernels: no numbers
         return Kernel(plan, "// text", b"cubin", None)
 
 
@@ -144,6 +144,28 @@ def test_e4m3_takes_the_fp8_schedule_its_descales_and_the_type_of_out(compiler: 
     assert half.dtype == np.float16
     assert [(a.dtype, a.output_dtype) for a, _ in compiler.asked] == [("e4m3", "bf16"), ("e4m3", "fp16")]
     assert all(s == fagen.load("fa3_fp8").schedule for _, s in compiler.asked)
+
+
+def test_fp8_quantises_16_bit_tensors_and_takes_e4m3_ones_as_they_are(compiler: Compiler) -> None:
+    for dtype, name in ((BF16, "bf16"), (np.float16, "fp16")):
+        compiler.asked.clear()
+        out = fagen.attention(*qkv(d=128, dtype=dtype), precision="fp8")
+        ((attention, schedule),) = compiler.asked
+        assert out.dtype == dtype and attention.dtype == name
+        assert (schedule.precision, schedule.hadamard) == ("e4m3", True)
+        choice = tuned.choose(attention.replace(dtype="e4m3", out_dtype=name), Problem(2, 5, 7, 4, 2))
+        assert schedule == choice.schedule.replace(**tuned.FP8)
+    compiler.asked.clear()
+    q, k, v = qkv(d=128, dtype=ml_dtypes.float8_e4m3fn)
+    assert fagen.attention(q, k, v, precision="fp8", v_descale=2.0).dtype == BF16
+    assert [s.precision for _, s in compiler.asked] == [None]
+
+
+def test_16_bit_kernels_are_not_those_of_fp8(compiler: Compiler) -> None:
+    q, k, v = qkv(d=128)
+    for precision in (None, "fp8", None, "fp8"):
+        fagen.attention(q, k, v, precision=precision)
+    assert [s.precision for _, s in compiler.asked] == [None, "e4m3"]
 
 
 @pytest.mark.parametrize(("sq", "sk"), [(0, 7), (5, 0)])
@@ -292,6 +314,8 @@ def test_mistakes_are_named_before_anything_is_compiled(compiler: Compiler, chan
         ({"causal": "yes"}, r"^causal: is a str; expected True or False"),
         ({"out": np.empty((2, 5, 4, 32), BF16)}, r"^out: has shape"),
         ({"q_descale": 2.0}, r"^q_descale: given with bf16 inputs"),
+        ({"precision": "e4m3"}, r"^precision: is 'e4m3'; expected None or 'fp8'"),
+        ({"precision": ["fp8"]}, r"^precision: is \['fp8'\]"),
     ],
 )
 def test_wrong_options_are_named(compiler: Compiler, options: dict[str, Any], message: str) -> None:

@@ -9,6 +9,7 @@ import sys
 import types
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,6 +36,7 @@ from fagen.explore.bench_result import (
     Row,
 )
 from fagen.explore.summary import summaries
+from fagen.explore.table import markdown_table
 from fagen.explore.timing import GraphTask, Interval, Reading, Sample, TorchClock
 from fagen.oracle import cast
 from fagen.plan.kernel import Problem
@@ -890,6 +892,7 @@ def lab(monkeypatch):
         (["fa3", "--plot", "ladder.jpeg"], r"--plot: ladder\.jpeg has none of the suffixes \.svg, \.png, \.pdf"),
         (["fa3", "--json", "--markdown"], "--markdown: given beside --json"),
         (["fa3", "--from-results", "x.json"], "--from-results measures nothing; leave the schedules out"),
+        (["fa3", "--parts"], "--parts: none of the schedules quantises"),
         ([], "SCHEDULE: name schedules to time"),
         (["--from-results", "/nowhere.json"], r"--from-results: /nowhere\.json cannot be read"),
     ],
@@ -1131,3 +1134,47 @@ def test_the_report_of_a_grid_ends_with_its_means(lab, kernel_folder, capsys):
     (burst,) = (line.split() for line in end.splitlines() if "burst" in line)
     assert burst[:2] == ["fa3", "burst"] and burst[-6:] == ["2", "1.200", "0.900", "1", "50", "1,16,16,1024,1024"]
     assert "sustained" in end and lab.specs[0].inputs == "sink"
+
+
+# plans that quantise, in parts ----------------------------------------------------------------------------------------------
+
+
+def test_parts_stand_beside_the_whole():
+    """Of the schedules with precision only, in the same case as other schedules for the same tensors."""
+    path = str(Path(fagen.__file__).parents[1] / "benchmarks" / "fp8_quantised.py")
+    found = kernels("fa3", path, grid="paper")
+    cases = needed.cases(found, [("d", n.item.name) for n in found], parts=True)
+    assert len(cases) == 36
+    for case in cases:
+        fa3, whole, *parts = case.kernels
+        assert [k.part for k in case.kernels] == ["", "", "quantise", "attend"]
+        assert [k.label for k in parts] == [f"{whole.label}, quantise", f"{whole.label}, attend"] and fa3.label == "fa3"
+        assert {k.file for k in parts} == {whole.file}
+    assert all(len(c.kernels) == 2 for c in needed.cases(found, [("d", n.item.name) for n in found]))
+
+
+def test_kernels_that_quantise_are_judged_by_their_bytes(capsys):
+    """Their share of the copy is of what they move, each read counted; they have no operations, and no ratio to a peer."""
+    moved = 10**8
+    candidates = [
+        bench.Candidate(row("fp8"), FakeTask("fp8", 0.05)),
+        bench.Candidate(
+            replace(row("fp8, quantise"), part="quantise", bytes=moved, prediction=None), FakeTask("fp8, quantise", 0.03)
+        ),
+        bench.Candidate(replace(row("fp8, attend"), part="attend", prediction=None), FakeTask("fp8, attend", 0.02)),
+        bench.Candidate(row("cudnn", "peer"), FakeTask("cudnn", 0.04)),
+    ]
+    spec = a_spec()
+    found = bench.measure_case(spec.cases[0], candidates, FakeClock(), CEILINGS, spec, lambda: Reading(1980.0))
+    whole, quantise, attend, _ = found.rows
+    assert quantise.burst.copy_share == pytest.approx(moved / 0.03e-3 / 1e12 / 4.0)
+    assert whole.burst.copy_share == pytest.approx(found.bytes / 0.05e-3 / 1e12 / 4.0)
+    assert quantise.burst.ratio is None and whole.burst.ratio is not None and attend.burst.ratio is not None
+    result = replace(a_result(), cases=(found,))
+    assert BenchResult.from_json(result.to_json()) == result
+    cli_bench.write(*cli_bench.report(result))
+    (line,) = (x for x in capsys.readouterr().out.splitlines() if "fp8, quantise" in x)
+    assert line.split()[2:] == ["0.03", "83", "1900"]
+    text = markdown_table(result)
+    assert "| `fp8, quantise` | hd128 bf16 causal | 1 × 1k | 100.0 | 30.0 | 3.33 | 83 % |" in text
+    assert text.count("fp8, quantise") == 1, "it is in no table of TFLOP/s"

@@ -20,6 +20,7 @@ from fagen.library import builtin_names, resource_dir
 from fagen.plan import Plan, plan
 from fagen.plan.removal import without
 from fagen.plan.steps import Loop, walk
+from fagen.quantise import checked_options, plan_of
 
 ROOT = Path(fagen.__file__).parents[1]
 
@@ -47,6 +48,9 @@ def variants() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "fa3_fp8", {"scale_granularity": "block", "promote_every": 3, "reference": "stale", "tile_kv": 64}
     yield "fa3_fp8", {"reference": "stale", "tile_kv": 128, "fuse_tiles": True}
     yield "fa3_fp8", {"promote_every": 1, "tile_kv": 96}
+    yield "fa3_fp8", {"dtype": "bf16", "precision": "e4m3"}
+    yield "fa3_fp8", {"dtype": "fp16", "precision": "e4m3", "hadamard": True, "head_dim": 64}
+    yield "fa3_fp8", {"dtype": "bf16", "precision": "e4m3", "smooth_k": True, "hadamard": True, "head_dim": 256}
     yield "fa2", {"parallelism": "batch_heads", "stages": 1}
     yield "fa2", {"tile_q": 256, "tile_kv": 32, "dtype": "fp16", "head_dim": 64, "warps": 8}
     yield "standard", {"softmax": "two_pass", "dtype": "fp16"}
@@ -286,6 +290,7 @@ def test_every_template_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         emit(plan(*p, trace=True))
     for removed in ("loads", "pv"):
         emit(without(plan(*fagen.load("fa3")), removed))
+    emit(plan_of(64, "bf16", checked_options("block", True, True, 64, 64, None)))
     folder = resource_dir("templates")
     there = {str(path.relative_to(folder)) for path in folder.rglob("*.jinja")}
     assert used == there

@@ -24,7 +24,6 @@ NOT_YET: dict[str, tuple[object, ...]] = {
     "sink": (True,),
     "parallelism": ("kv_splits",),
     "p_operand": ("shared",),
-    "hadamard": (True,),
 }
 NOT_YET_SET: dict[str, tuple[object, ...]] = {
     "window": ((128, 0), (0, 0)),
@@ -38,6 +37,8 @@ Changes = dict[str, Any]
 FA2, FA3 = tuple(fagen.load("fa2", head_dim=64)), tuple(fagen.load("fa3", head_dim=64))
 FA1, STANDARD = tuple(fagen.load("fa1", head_dim=64)), tuple(fagen.load("standard", head_dim=64))
 FP8: Pair = tuple(fagen.load("fa3_fp8", head_dim=64))
+QUANTISED: Pair = tuple(fagen.load("fa3_fp8", head_dim=64, dtype="bf16", precision="e4m3"))
+"""16-bit tensors that the plan quantises."""
 FA3_2: Pair = (FA3[0], FA3[1].replace(tile_q=128, consumers=2, tile_kv=64))
 """Two consumers at head_dim 64."""
 UNIFORM: Changes = {"roles": "uniform", "overlap": "none", "tile_kv": 64}
@@ -102,8 +103,10 @@ ACCEPTED: dict[str, list[tuple[object, Pair, Changes]]] = {
     "softmax": [("fused", FA3, {}), ("fused", FA2, {}), ("three_pass", STANDARD, {}), ("two_pass", STANDARD, {})],
     "normalise": [("once", FA3, {}), *((n, base, {}) for n in ("once", "each_step") for base in (FA1, FA2))],
     "reference": [("running", FA3, {}), ("running", FA2, {}), *(("stale", base, {"overlap": o, "tile_kv": 64}) for base in (FA3, FP8) for o in ("within", "both"))],
-    "scale_granularity": [(None, FA3, {}), (None, FA2, {}), *((g, FP8, {**r, "overlap": o}) for g in ("tensor", "head", "block") for o in ("within", "both") for r in ({}, STALE))],
-    "hadamard": [(False, FA3, {})],
+    "precision": [(None, FA3, {}), (None, FP8, {}), ("e4m3", QUANTISED, {}), ("e4m3", QUANTISED, {"dtype": "fp16"})],
+    "scale_granularity": [(None, FA3, {}), (None, FA2, {}), *((g, FP8, {**r, "overlap": o}) for g in ("tensor", "head", "block") for o in ("within", "both") for r in ({}, STALE)), *((g, QUANTISED, {"scale_granularity": g}) for g in ("tensor", "head", "block"))],
+    "hadamard": [(False, FA3, {}), *((h, QUANTISED, {}) for h in (False, True))],
+    "smooth_k": [(False, FA3, {}), *((s, QUANTISED, {"hadamard": h}) for s in (False, True) for h in (False, True))],
     "v_transposed": [(False, FA3, {}), (False, FP8, {}), (True, FP8, {}), (True, FP8, {**UNIFORM, "overlap": "within"})],
     "promote_every": [(None, FA3, {}), *((n, FP8, {"tile_kv": 64, "overlap": o}) for n in (None, 1, 2, 3, 4096) for o in ("none", "within", "pingpong", "both")), (2, FP8, {**STALE, "overlap": "within"})],
 }  # fmt: skip
@@ -142,13 +145,16 @@ EFFECT: dict[str, list[tuple[Pair, Changes, Changes]]] = {
     "v_transposed": [(FP8, {"v_transposed": False}, {"v_transposed": True})],
     "scale_granularity": [(FP8, {"scale_granularity": a}, {"scale_granularity": b}) for a, b in (("tensor", "head"), ("head", "block"), ("tensor", "block"))],
     "promote_every": [(FP8, {"tile_kv": 64, "promote_every": a}, {"tile_kv": 64, "promote_every": b}) for a, b in ((None, 1), (1, 2), (2, 3))],
+    "precision": [(QUANTISED, {"precision": None, "tile_kv": 128}, {"tile_kv": 128})],
+    "hadamard": [(QUANTISED, {"hadamard": False}, {"hadamard": True})],
+    "smooth_k": [(QUANTISED, {"hadamard": h}, {"hadamard": h, "smooth_k": True}) for h in (False, True)],
 }  # fmt: skip
 
 ONE_VALUE = {
     "head_dim_v": "None or head_dim itself",
     **dict.fromkeys(NOT_YET_SET, "None until it is honoured"),
     **dict.fromkeys(
-        ("sink", "p_operand", "hadamard"),
+        ("sink", "p_operand", "parallelism"),
         "the others are not yet honoured",
     ),
 }  # fmt: skip
@@ -237,6 +243,8 @@ def test_defaults_are_the_same_as_their_values() -> None:
         (FA3, {"scale": 0.125}),
         (FA3_2, {"registers": (24, 240)}),
         (FA3, {"stages": (2, 2)}),
+        (FP8, {"scale_granularity": "head"}),
+        (QUANTISED, {"scale_granularity": "head"}),
     ]
     for base, changes in same:
         assert emit(fagen.plan(*base)).code_sha256 == emit(fagen.plan(*change(base, changes))).code_sha256

@@ -16,6 +16,7 @@ from fagen.plan import rules, scales
 from fagen.target import TARGETS, target
 
 FA2, FA3, FP8 = fagen.load("fa2"), fagen.load("fa3"), fagen.load("fa3_fp8")
+QUANTISED = fagen.load("fa3_fp8", dtype="bf16", precision="e4m3")
 FA1, STANDARD = fagen.load("fa1"), fagen.load("standard")
 NAMES = {FA1[1]: "fa1", STANDARD[1]: "standard", FA2[1]: "fa2", FA3[1]: "fa3", FP8[1]: "fa3_fp8"}
 ILLEGAL = sorted((Path(__file__).parents[1] / "illegal").glob("*.py"))
@@ -124,6 +125,18 @@ MISTAKES: list[tuple[Pair, dict[str, Any], str, str, tuple[str, ...]]] = [
     (FA3, {"skip_masked": True}, "skip-masked", "skip_masked", ("mask 'causal'",)),
     (FA2, {"skip_masked": True}, "skip-masked", "skip_masked", ("mask 'causal'", "roles 'producer'")),
     (FA2, {"dtype": "e4m3"}, "dtype", "dtype", ("e4m3", "mma_sync")),
+    (FA3, {"precision": "fp8"}, "precision", "precision", ("'fp8'", "'e4m3'")),
+    (FP8, {"precision": "e4m3"}, "precision", "precision", ("e4m3", "quantised already")),
+    (FA2, {"precision": "e4m3"}, "precision", "precision", ("e4m3", "mma_sync")),
+    (QUANTISED, {"v_transposed": True}, "v-transposed", "v_transposed", ("plan quantises",)),
+    (QUANTISED, {"roles": "uniform", "overlap": "none", "stages": 1, "tile_kv": 64}, "roles", "roles", ("uniform", "transpose")),
+    (FA3, {"hadamard": True}, "hadamard", "hadamard", ("precision",)),
+    (FP8, {"hadamard": True}, "hadamard", "hadamard", ("16-bit",)),
+    (FA3, {"smooth_k": True}, "smooth-k", "smooth_k", ("mean", "precision")),
+    (FA3, {"scale_granularity": "head"}, "scale-granularity", "scale_granularity", ("'head'", "bf16")),
+    (FA3, {"scale_granularity": "row"}, "scale-granularity", "scale_granularity", ("'row'", "'head'")),
+    (FA3, {"hadamard": 1}, "hadamard", "hadamard", ("1", "True")),
+    (FA3, {"smooth_k": None}, "smooth-k", "smooth_k", ("None", "False")),
     (FA3, {"v_transposed": True}, "v-transposed", "v_transposed", ("e4m3", "bf16")),
     (FP8, {"roles": "uniform", "overlap": "none", "stages": 1, "tile_kv": 64}, "v-transposed", "v_transposed", ("uniform", "transpose")),
     (FP8, {"tile_kv": 80}, "tile-kv", "tile_kv", ("80", "32")),

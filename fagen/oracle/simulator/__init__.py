@@ -24,8 +24,8 @@ from ...attention import Attention
 from ...descales import Descales, as_arrays, forms
 from ...errors import InputError
 from ...plan import plan as make_plan
-from ...plan.kernel import KernelLaunch, KernelPlan, Launch, Plan, Problem, scalar_env
-from ...plan.steps import DTYPE_BYTES
+from ...plan.kernel import KernelLaunch, KernelPlan, Launch, Plan, Problem, Workspace, scalar_env
+from ...plan.quantised import idle
 from ...schedule import Schedule
 from ..blocks import problem_of
 from ..numeric import DTYPES, F32, Array
@@ -152,20 +152,42 @@ def _run(
     if not problem.empty:
         launch = plan.bind(problem, _contiguous_strides(problem, attention), num_sms)
         memory = GlobalMemory(
-            {name: np.ascontiguousarray(x.transpose(0, 2, 1, 3), np.float32) for name, x in (("q", q), ("k", k), ("v", v))},
+            _inputs(q, k, v),
             {"out": out, "lse": lse},
             _counters(plan, launch),
-            spaces=_spaces(plan, launch),
+            spaces=_spaces(plan.workspaces, problem),
             dtypes={w.name: w.dtype for w in plan.workspaces},
             descales=scales,
             exact_sums=exact_sums,
         )
         for kernel, bound in zip(plan.kernels, launch.kernels):
-            _run_kernel(kernel, bound, memory, seed, num_sms, ctas)
+            whole = schedule.precision is not None and kernel.name != "attention"  # every CTA reads what all of them leave
+            _run_kernel(kernel, bound, memory, seed, num_sms, None if whole else ctas)
         if ctas is None:
             _check_left_zero(plan, memory)
         rows = memory.written["out"] & memory.written["lse"]
     return Simulation(out.transpose(0, 2, 1, 3), lse, rows)
+
+
+def simulate_outputs(plan: Plan, q: Array, k: Array, v: Array, *, seed: int = 0) -> tuple[Problem, dict[str, Array]]:
+    """Run a plan that only quantises: the problem, and what the plan leaves, (batch, heads, rows, cols) float32; NaN where nothing was
+    written. Raises as `simulate` does."""
+    a = plan.attention
+    problem = problem_of(a, q, k, v)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype != DTYPES[a.dtype]:
+            raise InputError(name, f"is {x.dtype}; the attention takes {a.dtype} ({DTYPES[a.dtype]})")
+    memory = GlobalMemory(_inputs(q, k, v), {}, {}, spaces=_spaces((*plan.workspaces, *plan.outputs), problem))
+    if not idle(plan, problem):
+        launch = plan.bind(problem, _contiguous_strides(problem, a), num_sms=2)
+        for kernel, bound in zip(plan.kernels, launch.kernels):
+            _run_kernel(kernel, bound, memory, seed, 2, None)
+    return problem, {w.name: memory.spaces[w.name] for w in plan.outputs}
+
+
+def _inputs(q: Array, k: Array, v: Array) -> dict[str, Array]:
+    """Float32 copies (batch, heads, seq, dim)."""
+    return {n: np.ascontiguousarray(x.transpose(0, 2, 1, 3), np.float32) for n, x in (("q", q), ("k", k), ("v", v))}
 
 
 def _run_kernel(
@@ -194,19 +216,10 @@ def _counters(plan: Plan, launch: Launch) -> dict[str, npt.NDArray[np.int64]]:
     return {name: np.zeros(size // 4, np.int64) for name, size, _ in launch.workspaces if name in counters}
 
 
-def _spaces(plan: Plan, launch: Launch) -> dict[str, npt.NDArray[Any]]:
-    """Workspaces of numbers, in the shape that their strides over batch, heads and rows say."""
-    strides: dict[str, int] = {}
-    for kernel, bound in zip(plan.kernels, launch.kernels):
-        strides |= scalar_env(kernel, bound)
-    sizes = {name: size for name, size, _ in launch.workspaces}
-    out: dict[str, npt.NDArray[Any]] = {}
-    for w in plan.workspaces:
-        if w.dtype != "i32":
-            count = sizes[w.name] // DTYPE_BYTES[w.dtype]
-            sb, sh, ss = (strides[f"{w.name}_{x}"] for x in ("sb", "sh", "ss"))
-            out[w.name] = np.full((count // sb, sb // sh, sh // ss, ss), np.nan, np.float32)
-    return out
+def _spaces(wanted: tuple[Workspace, ...], problem: Problem) -> dict[str, npt.NDArray[Any]]:
+    """Workspaces of numbers."""
+    env = {f: getattr(problem, f) for f in ("batch", "sq", "sk", "hq", "hkv")}
+    return {w.name: np.full([x.eval(env) for x in w.shape], np.nan, np.float32) for w in wanted if w.dtype != "i32"}
 
 
 def _check_left_zero(plan: Plan, memory: GlobalMemory) -> None:

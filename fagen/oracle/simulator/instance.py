@@ -18,7 +18,7 @@ import numpy.typing as npt
 from ...plan import steps as st
 from ...plan.expr import Expr, as_expr
 from ..numeric import F32, Array, rounded
-from . import ladder
+from . import ladder, quantise
 from .machine import GlobalMemory, MBarrier, NamedBarrier, SharedSlot, SimulatedFault, Transfer
 from .registers import Product, Register, SharedOperand, multiply
 
@@ -203,6 +203,15 @@ class Instance:
         values = self.cta.memory.tile(step.src, *place, rows=slot.data.shape[0], limit=self.value(step.limit))
         self._copies.append(_Copy(slot, values, where))
 
+    def stage(self, slot: SharedSlot, values: Array, row: int) -> None:
+        """A cp.async of whole rows, that nobody else copies or reads, into the rows of the slot from `row` on."""
+        where = np.zeros(slot.data.shape, bool)
+        where[row : row + len(values)] = True
+        slot.write(np.nan, where)
+        whole = np.zeros(slot.data.shape, np.float32)
+        whole[where] = values.ravel()
+        self._copies.append(_Copy(slot, whole, where))
+
     def share(self, slot: SharedSlot) -> npt.NDArray[np.bool_]:
         """The elements of a tile that this instance copies when the role's threads copy it together."""
         return _share(slot.data.shape, slot.bytes, self.role.threads, self.role.warps, self.index)
@@ -231,7 +240,7 @@ class Instance:
         product = np.float32(step.constant) * (np.float32(1) if step.times is None else self.scalars[step.times])
         for name in step.factors:
             product *= np.float32(self.cta.memory.descale(name, *place))
-        self.scalars[step.var] = product
+        self.scalars[step.var] = product if step.least is None else max(product, np.float32(step.least))
 
     def scale_shift(self, step: st.ScaleShift) -> None:
         shift = np.log2(np.maximum(self.scalars[step.scale], np.float32(step.least)))
@@ -465,6 +474,7 @@ _PRIVATE = frozenset(
     (
         st.Opaque,
         *ladder.PRIVATE,
+        *quantise.PRIVATE,
         *(st.Let, st.Var, st.Set, st.Advance, st.CpCommit, st.StoreOut, st.StoreRow, st.Fill, st.Limits, st.Mask),
         *(st.OnlineSoftmax, st.Pack, st.Rescale, st.Promote, st.LoadScale, st.ScaleShift),
         *(st.StaleSoftmax, st.AddSums, st.Calm, st.CopyRow, st.Hold, st.Move),
@@ -515,4 +525,5 @@ _ACTIONS: dict[type[st.Step], Callable[[Instance, Any], Blocked | None]] = {
     st.Rescale: Instance.rescale,
     st.Promote: Instance.promote,
     **ladder.ACTIONS,
+    **quantise.ACTIONS,
 }

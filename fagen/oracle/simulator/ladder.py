@@ -106,7 +106,7 @@ def _store_stats(x: Instance, step: st.StoreStats) -> None:
     slot = x.slot(step.dst)
     assert step.dst.row is not None
     both = np.concatenate([x.registers[step.m].value[:, 0], x.registers[step.l].value[:, 0]])
-    _write(slot, x, x.value(step.dst.row), 0, both[None, :])
+    write_part(slot, x, x.value(step.dst.row), 0, both[None, :])
 
 
 def _merge_stats(x: Instance, step: st.MergeStats) -> None:
@@ -125,7 +125,7 @@ def _merge_stats(x: Instance, step: st.MergeStats) -> None:
 
 def _store_frag(x: Instance, step: st.StoreFrag) -> None:
     assert step.dst.row is not None
-    _write(x.slot(step.dst), x, x.value(step.dst.row), step.dst.col, x.registers[step.src].value)
+    write_part(x.slot(step.dst), x, x.value(step.dst.row), step.dst.col, x.registers[step.src].value)
 
 
 def _add_parts(x: Instance, step: st.AddParts) -> None:
@@ -137,7 +137,8 @@ def _add_parts(x: Instance, step: st.AddParts) -> None:
     o.write(total)
 
 
-def _write(slot: Any, x: Instance, row: int, col: int, values: Array) -> None:
+def write_part(slot: Any, x: Instance, row: int, col: int, values: Array) -> None:
+    """An instance's own rows and columns of a slot that all instances fill."""
     where = np.zeros(slot.data.shape, bool)
     where[row : row + values.shape[0], col : col + values.shape[1]] = True
     whole = np.zeros(slot.data.shape, np.float32)

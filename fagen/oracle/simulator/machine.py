@@ -48,8 +48,8 @@ class GlobalMemory:
         self.written = {name: np.zeros(x.shape[:3], bool) for name, x in self.outputs.items()}
 
     def tile(self, name: str, batch: int, head: int, first: int, rows: int, limit: int | None = None) -> Array:
-        """Rows first … first + rows − 1 of one head. Rows outside the tensor (TMA) or at or past `limit` (cp.async) are 0."""
-        x = self.inputs[name]
+        """Rows first … first + rows − 1 of one head, of an input or of a workspace with its rows. Rows outside the tensor (TMA) or at or past `limit` (cp.async) are 0."""
+        x = self.inputs[name] if name in self.inputs else self.spaces[name]
         checked = limit is not None
         end = min(first + rows, x.shape[2] if limit is None else limit)
         inside = 0 <= batch < x.shape[0] and 0 <= head < x.shape[1]
@@ -65,7 +65,10 @@ class GlobalMemory:
         return out
 
     def descale(self, name: str, *place: int) -> float:
-        """Of one batch, head and block, as far as the array tells them apart; 1 where none was given."""
+        """Of one batch, head and block, as far as the array tells them apart; 1 where none was given. An earlier kernel may have left it in a
+        workspace."""
+        if name in self.spaces:
+            return float(self._left(name, *place))
         given = self.descales.get(name)
         if given is None:
             return 1.0
@@ -74,6 +77,12 @@ class GlobalMemory:
         if len(place) != given.ndim or not all(0 <= i < n for i, n in zip(place, given.shape)):
             raise SimulatedFault(f"reads {name}{list(place)} of an array {given.shape}")
         return float(given[place])
+
+    def _left(self, name: str, *place: int) -> np.float32:
+        """A descale that an earlier kernel left: of a tensor, of a batch and head, or of a block in it."""
+        batch, head, block = (*place, 0, 0, 0)[:3]
+        found: np.float32 = self.workspace(name, batch, head, block, 1, 0, 1)[0, 0]
+        return found
 
     def workspace(self, name: str, batch: int, head: int, first: int, rows: int, col: int, cols: int) -> Array:
         """A view of some rows and columns of a workspace's head."""

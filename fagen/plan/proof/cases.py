@@ -109,7 +109,9 @@ class Cases:
         return Problem(2, s.tile_q, sk, 1, 1) if tiles == 2 else Problem(1, s.tile_q, sk, tiles, tiles)
 
     def _ctas(self, problem: Problem, num_sms: int) -> Iterator[Case]:
-        """The first and the last CTA."""
-        grid = self.kernel.grid.eval(_launch(self.kernel, problem, num_sms))
-        for cta in sorted({0, grid - 1}):
+        """The first and the last CTA, and where they differ in kind the first of each kind."""
+        scope = _launch(self.kernel, problem, num_sms)
+        grid = self.kernel.grid.eval(scope)
+        kinds = {min(k.eval(scope), grid - 1) for k in self.kernel.kinds}
+        for cta in sorted({0, grid - 1} | kinds):
             yield Case(problem, num_sms, cta)

@@ -13,6 +13,7 @@ from functools import cached_property
 
 from ...attention import Attention
 from ...schedule import Schedule
+from .. import quantise_steps as Q
 from .. import steps as S
 from ..kernel import KernelPlan
 from .cases import Case
@@ -151,7 +152,10 @@ def _independent(c: Change, facts: Facts) -> bool:
     return not registers and not _rings(a) & _rings(b)
 
 
-MEMORY_STEPS = (S.Copy, S.CpAsync, S.Mma, S.LoadFrag, S.StoreStats, S.MergeStats, S.StoreFrag, S.AddParts)
+MEMORY_STEPS = (
+    *(S.Copy, S.CpAsync, S.Mma, S.LoadFrag, S.StoreStats, S.MergeStats, S.StoreFrag, S.AddParts),
+    *(Q.ShareMax, Q.TakeMax, Q.ShareColumns, Q.StoreColumns),
+)
 
 
 def _rings(step: S.Step) -> frozenset[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from .. import quantise_steps as Q
 from .. import steps as S
 from .memory import alone, new_fill, part, shared_fill, slot_key, touch
 from .state import Failure, Fill, Line, Read, SlotKey, name
@@ -65,7 +66,7 @@ def _prefill(run: Run, line: Line, step: S.Prefill) -> None:
         shared_fill(run, line, step, (step.smem, slot), mine, issue, end)
 
 
-def _store_part(run: Run, line: Line, step: S.StoreStats | S.StoreFrag) -> None:
+def _store_part(run: Run, line: Line, step: S.StoreStats | S.StoreFrag | Q.ShareMax | Q.ShareColumns) -> None:
     """The instance's own part of a ring that all instances fill: a slot of its own."""
     touch(run, line, step)
     key = _part_key(run, step.dst, line.w)
@@ -81,7 +82,7 @@ def _part_key(run: Run, slot: S.Slot, w: int) -> SlotKey:
     return f"{slot.smem} from column {slot.col}" if slot.col else slot.smem, w
 
 
-def _merge(run: Run, line: Line, step: S.MergeStats | S.AddParts) -> None:
+def _merge(run: Run, line: Line, step: S.MergeStats | S.AddParts | Q.TakeMax | Q.StoreColumns) -> None:
     """Reads all instances' parts: those of the block whose own part the instance stored last."""
     touch(run, line, step)
     e = run.event(line, step)
@@ -172,6 +173,35 @@ def regions(run: Run) -> Iterator[Failure]:
                 since.append(access)
 
 
+# rows that a lane keeps in shared memory -----------------------------------------------------------------------------------
+
+
+def _stage(run: Run, line: Line, step: Q.StageRows) -> None:
+    """An asynchronous copy that concerns the line alone, but each lane its part of it."""
+    alone(run, line, step, False)
+    issue = run.event(line, step)
+    end = run.order.add(line.label(step, "lands"), run.order.masks[issue])
+    line.copies.append(end)
+    fill = Fill(step, False, run.evaluate(step.first_row, line.env), None, None, (0, 0))
+    part(run, line, fill, issue, end)
+    run.fills.setdefault((step.dst.smem, line.w), []).append(fill)
+
+
+def _use_rows(run: Run, line: Line, step: Q.AbsMax | Q.QuantiseRows) -> None:
+    touch(run, line, step)
+    if not isinstance(step.x, Q.Staged):
+        return
+    e = run.event(line, step)
+    key = step.x.smem, line.w
+    fills = run.fills.get(key, [])
+    if not fills or fills[-1].ends_mask & ~run.order.masks[e]:
+        late = tuple(fills[-1].ends) if fills else ()
+        run.fail("race", f"{line.label(step)} reads {name(key)} before it is filled", run.order.witness(e, *late))
+    if fills[-1].seq != run.evaluate(step.first_row, line.env):
+        run.refuse("stale", line, step, f"expects other rows than {fills[-1].step.id} has staged")
+    fills[-1].reads.append(Read(e, e, step))
+
+
 HANDLERS: dict[type[S.Step], Callable[[Run, Line, Any], None]] = {
     S.Copy: _copy,
     S.Prefill: _prefill,
@@ -183,4 +213,11 @@ HANDLERS: dict[type[S.Step], Callable[[Run, Line, Any], None]] = {
     S.LoadAcc: _load_acc,
     S.StoreRow: _store_row,
     S.LoadRow: _load_row,
+    Q.StageRows: _stage,
+    Q.AbsMax: _use_rows,
+    Q.QuantiseRows: _use_rows,
+    Q.ShareMax: _store_part,
+    Q.TakeMax: _merge,
+    Q.ShareColumns: _store_part,
+    Q.StoreColumns: _merge,
 }

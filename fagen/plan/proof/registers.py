@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import quantise_steps as Q
 from .. import steps as S
 
 Uses = tuple[tuple[str, ...], tuple[str, ...]]
@@ -43,7 +44,30 @@ _USES: dict[type[S.Step], Callable[[Any], Uses]] = {
     S.MergeStats: lambda s: ((s.m, s.l, s.part), (s.m, s.l, s.alpha, s.beta)),
     S.StoreFrag: lambda s: ((s.src,), ()),
     S.AddParts: lambda s: ((s.dst,), (s.dst,)),
+    Q.LoadRows: lambda s: ((), (s.dst,)),
+    Q.LoadFlips: lambda s: ((), (s.dst,)),
+    Q.AbsMax: lambda s: (_given(s.m, _frag(s.x), s.flips, s.centre), (s.m,)),
+    Q.ColumnStats: lambda s: (_given(s.x, s.flips, s.sum, s.high, s.fall), _given(s.sum, s.high, s.fall)),
+    Q.ShareMax: lambda s: ((s.m,), ()),
+    Q.TakeMax: lambda s: ((), (s.m,)),
+    Q.ShareColumns: lambda s: ((s.src,), ()),
+    Q.StoreMax: lambda s: ((s.m,), ()),
+    Q.ReduceParts: lambda s: ((), (s.m,)),
+    Q.ColumnMean: lambda s: ((), () if s.high is None else (s.m,)),
+    Q.LoadColumns: lambda s: ((), (s.dst,)),
+    Q.Descale: lambda s: ((s.m,), ()),
+    Q.QuantiseRows: lambda s: (_given(_frag(s.x), s.flips, s.centre, s.dots), ()),
 }
+
+
+def _frag(x: str | Q.Staged) -> str | None:
+    return x if isinstance(x, str) else None
+
+
+def _given(*frags: str | None) -> tuple[str, ...]:
+    return tuple(f for f in frags if f is not None)
+
+
 _ROW_PASS: dict[str, Callable[[str, str], Uses]] = {
     "max": lambda m, l: ((), (m,)),
     "sum": lambda m, l: ((m,), (l,)),
@@ -53,6 +77,21 @@ _ROW_PASS: dict[str, Callable[[str, str], Uses]] = {
 _LADDER_STEPS = (
     *(S.SumRow, S.MulRow, S.Reciprocal, S.LogSumExp, S.StoreScores, S.RowPass),
     *(S.StoreAcc, S.LoadAcc, S.LoadRow),
+)
+_QUANTISING_STEPS = (
+    *(
+        Q.LoadRows,
+        Q.LoadFlips,
+        Q.AbsMax,
+        Q.ColumnStats,
+        Q.StoreMax,
+        Q.ReduceParts,
+        Q.ColumnMean,
+        Q.LoadColumns,
+        Q.Descale,
+        Q.LoadScalar,
+    ),
+    *(Q.QuantiseRows, Q.AddShift),
 )
 REGISTER_STEPS = (
     S.LoadScale,
@@ -74,6 +113,7 @@ REGISTER_STEPS = (
     S.StoreOut,
     S.StoreRow,
     *_LADDER_STEPS,
+    *_QUANTISING_STEPS,
 )
 """Steps that touch registers and global memory only: outputs that no other thread reads before the kernel ends, and workspaces, of
 which `ladder` checks the order."""

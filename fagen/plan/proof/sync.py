@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
+from .. import quantise_steps as Q
 from .. import steps as S
 from .order import Label
 from .state import Line, MBarState, NamedState, WaitRecord
@@ -142,11 +143,20 @@ def _proxy_fence(run: Run, line: Line, step: S.ProxyFence) -> None:
         line.own |= run.order.masks[e]
 
 
+def _warp_sync(run: Run, line: Line, step: Q.WarpSync) -> None:
+    """Of an instance that is one warp: what its threads know each for itself, all of them know."""
+    if line.role.warps != 1:
+        run.refuse("who", line, step, "is for instances of one warp")
+    line.known |= line.own
+    run.event(line, step)
+
+
 PLAIN: dict[type[S.Step], Callable[[Run, Line, Any], None]] = {
     S.Arrive: _arrive_step,
     S.Advance: _advance,
     S.NArrive: _narrive,
     S.ProxyFence: _proxy_fence,
+    Q.WarpSync: _warp_sync,
 }
 BLOCKING: dict[type[S.Step], Callable[[Run, Line, Any], Blocking]] = {
     S.Wait: _wait,

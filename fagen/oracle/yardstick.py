@@ -1,0 +1,63 @@
+"""What an output is measured against: float64 of the tensors as given, and how far a careful computation of the kernel's precision is
+from it; where the plan quantises, its baseline quantises too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from ..attention import Attention
+from ..descales import Descales
+from ..plan.precision import attended, granularity
+from ..schedule import Schedule
+from .baseline import baseline_rows, score_step
+from .numeric import Array
+from .quantise import Quantiser, lse_shift, quantise
+from .reference import reference_rows
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Yardstick(NamedTuple):
+    """(out, lse) of reference and baseline, and what `compare` takes as score_step."""
+
+    reference: tuple[Array, Array]
+    baseline: tuple[Array, Array]
+    score_step: float
+
+
+def quantiser_of(schedule: Schedule) -> Quantiser | None:
+    """How the plan of a schedule quantises; None without `precision`."""
+    if schedule.precision is None:
+        return None
+    by = granularity(schedule)
+    blocks = {"tile_q": schedule.tile_q, "tile_kv": schedule.tile_kv} if by == "block" else {}
+    return Quantiser(granularity=by, hadamard=schedule.hadamard, smooth_k=schedule.smooth_k, **blocks)
+
+
+def yardstick(
+    attention: Attention,
+    q: Array,
+    k: Array,
+    v: Array,
+    rows: npt.ArrayLike,
+    schedule: Schedule | None = None,
+    **descales: Unpack[Descales],
+) -> Yardstick:
+    """Of some query rows, as `reference_rows` has them. `schedule`: whose `precision` the baseline shares; None: no precision but the
+    attention's own."""
+    reference = reference_rows(attention, q, k, v, rows, **descales)
+    quantiser = None if schedule is None else quantiser_of(schedule)
+    if schedule is None or quantiser is None:
+        baseline = baseline_rows(attention, q, k, v, rows, **descales)
+        return Yardstick(reference, baseline, score_step(attention, q, k, **descales))
+    inner, _ = attended(attention, schedule)
+    quantised = quantise(q, k, v, quantiser)
+    of_q, of_k, of_v = quantised.dequantised()
+    out, lse = baseline_rows(inner, of_q, of_k, of_v, rows)
+    if quantised.k_mean is not None:
+        lse += lse_shift(q[:, np.asarray(rows, np.int64)], quantised.k_mean, attention.softmax_scale)
+    return Yardstick(reference, (out, lse), score_step(inner, of_q, of_k))

@@ -1,0 +1,6 @@
+# smooth-k: which needs precision 'e4m3' and 16-bit tensors
+import fagen
+
+base = fagen.load("fa3")
+attention = base.attention
+schedule = base.schedule.replace(smooth_k=True)
