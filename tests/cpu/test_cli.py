@@ -471,7 +471,7 @@ def test_run_takes_e4m3_and_descales(v_transposed: bool, fagen: Any, here: Path)
     got = npz.read("out.npz", ("out", "lse"))
     want, want_lse = reference(attention, q, k, v, **scales)
     np.testing.assert_allclose(got["out"].astype(np.float64), want, atol=0.02)
-    np.testing.assert_allclose(got["lse"], want_lse, atol=1e-4)
+    np.testing.assert_allclose(got["lse"], want_lse, atol=2e-3)  # e4m3 scores are sums of 13 bits
     answer = fagen(*arguments[:-3], f"v_transposed={str(not v_transposed).lower()}", "--set", "head_dim=64")
     assert answer.code == 2 and "v: has shape" in answer.err
     npz.write("qkv.npz", {"q": q, "k": k, "v": v, "k_descale": np.ones((2, 4), np.float32)})
