@@ -71,11 +71,13 @@ def _e4m3_overhead(attention: Attention, s: Schedule) -> int:
         return 32 if not attention.causal or attention.dv > 128 else 24
     if stale and attention.causal and attention.dv > 128:
         return 34 if s.overlap == "both" or by_block else 24
-    if stale and not attention.causal and attention.dv > 64 and s.overlap == "both" and s.consumers == 2:
+    if stale and not attention.causal and s.overlap == "both" and s.consumers == 2:
         return 32
     if not stale and attention.dv > 128 and s.overlap != "none":
         return 28 if s.overlap == "within" else 34
-    return 32 if by_block and s.overlap == "pingpong" else 24
+    if by_block and s.overlap == "pingpong":
+        return 32
+    return 28 if s.promote_every == 1 else 24
 
 
 def _ladder_overhead(attention: Attention, s: Schedule) -> int:
@@ -169,6 +171,18 @@ def producer_needs(attention: Attention, schedule: Schedule) -> int:
     wants_more = schedule.parallelism == "persistent_dynamic" and _one_slot(schedule) and (unequal or attention.dv > 128)
     joins = schedule.fuse_tiles and attention.causal  # the decode of a masked tile that has at least one block
     return 32 if wants_more or joins else 24
+
+
+JOINED_PRODUCER_SPILLS = 96
+"""Keys of a block with which the producer of joined tiles spills where it has 32 registers, shares them with warps that transpose, and
+claims tiles of a full mask; with 32, 64 and 128 keys it does not."""
+
+
+def joined_producer_spills(attention: Attention, schedule: Schedule) -> bool:
+    s = schedule
+    joins = s.fuse_tiles and s.parallelism == "persistent_dynamic" and not attention.causal and transposes(attention, s)
+    few = joins and s.consumers == 3 and role_registers(attention, s)[0] <= TRANSPOSER_NEEDS
+    return few and s.tile_kv == JOINED_PRODUCER_SPILLS
 
 
 def keeps_hints(attention: Attention, schedule: Schedule) -> bool:

@@ -372,6 +372,11 @@ def resources(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
         fitting = _fitting(attention, s, lambda x: tile_bytes(attention, x) + BARRIER_BYTES <= t.smem_bytes)
         yield Violation("smem", "tile_kv", message, fitting)
     yield from _register_pool(attention, s, t.registers_per_sm)
+    if registers.joined_producer_spills(attention, s):
+        has = registers.role_registers(attention, s)[0]
+        message = f"blocks of {s.tile_kv} keys make the producer of joined tiles spill, which has {has} registers"
+        ways = _fitting(attention, s, lambda x: not registers.joined_producer_spills(attention, x))
+        yield Violation("registers", "tile_kv", message, ways)
     parts = registers.tile_registers(attention, s)
     have, spare = registers.compute_registers(attention, s), registers.overhead(attention, s)
     if sum(parts.values()) + spare > have:

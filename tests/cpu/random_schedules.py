@@ -85,6 +85,9 @@ def _wgmma(rng: random.Random) -> Pair:
         skip_masked=attention.causal and producer and consumers > 1 and rng.random() < 0.3,
         v_transposed=attention.dtype == "e4m3" and rng.random() < 0.3,
     )
+    if attention.dtype == "e4m3":
+        granularity, every = rng.choice(("tensor", "head", "block")), rng.choice((None, None, 1, 2, 3))
+        schedule = schedule.replace(scale_granularity=granularity, promote_every=every)
     return attention, schedule
 
 

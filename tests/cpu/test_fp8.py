@@ -132,7 +132,7 @@ TILES = [(64, 32), (64, 96), (64, 160), (64, 256), (128, 32), (128, 128), (128, 
 def test_the_transposed_v_has_its_keys_in_the_order_of_p(head_dim: int, tile_kv: int) -> None:
     """The emitted transposition, followed byte by byte; every row of a matrix in a bank group of its own."""
     groups: list[list[int]] = []
-    p = fp8(head_dim=head_dim, tile_kv=tile_kv, tile_q=128, consumers=2)
+    p = fp8(head_dim=head_dim, tile_kv=tile_kv, tile_q=128, consumers=2, overlap="none")
     stored = transpose(p, groups)
     for column in range(head_dim):
         for at in range(tile_kv):

@@ -61,6 +61,8 @@ class Family:
 def wgmma_families() -> Iterator[Family]:
     def family(dtype: str, head_dim: int, mask: str, consumers: int, **knobs: object) -> Family:
         knobs = {"parallelism": "persistent_dynamic", "overlap": "both", "roles": "producer", "stages": 1} | knobs
+        if dtype == "e4m3":
+            knobs = {"scale_granularity": "head"} | knobs
         s = Schedule(arch="sm_90a", tile_q=64 * consumers, tile_kv=16, consumers=consumers, movement="tma", mma="wgmma", **knobs)  # type: ignore[arg-type]
         return Family(Attention(head_dim=head_dim, mask=mask, dtype=dtype), s)
 
@@ -71,6 +73,16 @@ def wgmma_families() -> Iterator[Family]:
             yield family("bf16", head_dim, "causal", consumers, overlap=overlap, stages=2)
             yield family("bf16", head_dim, "full", consumers, overlap=overlap)
             yield family("e4m3", head_dim, "causal", consumers, overlap=overlap)
+            for mask in ("causal", "full"):
+                for scales in (
+                    {"scale_granularity": "block"},
+                    {"promote_every": 1},
+                    {"scale_granularity": "block", "promote_every": 2},
+                ):
+                    yield family("e4m3", head_dim, mask, consumers, overlap=overlap, **scales)
+                if overlap in ("within", "both"):
+                    for fuse in (False, True):
+                        yield family("e4m3", head_dim, mask, consumers, overlap=overlap, reference="stale", fuse_tiles=fuse)
         for overlap in ("none", "within"):
             for parallelism in ("persistent_dynamic", "query_tiles"):
                 yield family("bf16", head_dim, "causal", consumers, overlap=overlap, parallelism=parallelism, roles="uniform")
