@@ -181,7 +181,7 @@ claims tiles of a full mask; with 32, 64 and 128 keys it does not."""
 def joined_producer_spills(attention: Attention, schedule: Schedule) -> bool:
     s = schedule
     joins = s.fuse_tiles and s.parallelism == "persistent_dynamic" and not attention.causal and transposes(attention, s)
-    few = joins and s.consumers == 3 and role_registers(attention, s)[0] <= TRANSPOSER_NEEDS
+    few = joins and s.consumers == 3 and role_registers(attention, s)[0] <= transposer_needs(schedule)
     return few and s.tile_kv == JOINED_PRODUCER_SPILLS
 
 

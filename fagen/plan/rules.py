@@ -214,9 +214,6 @@ def _structure_quantised(a: Attention, s: Schedule) -> Iterator[Violation]:
 
 def _structure_precision(a: Attention, s: Schedule) -> Iterator[Violation]:
     if a.dtype != "e4m3":
-        if s.scale_granularity is not None:
-            message = f"{s.scale_granularity!r} is for e4m3; {a.dtype} tensors have no scales"
-            yield Violation("scale-granularity", "scale_granularity", message, (None,))
         if s.v_transposed:
             yield Violation("v-transposed", "v_transposed", f"is for e4m3; {a.dtype} V is read as it is", (False,))
         return

@@ -104,9 +104,9 @@ ACCEPTED: dict[str, list[tuple[object, Pair, Changes]]] = {
     "normalise": [("once", FA3, {}), *((n, base, {}) for n in ("once", "each_step") for base in (FA1, FA2))],
     "reference": [("running", FA3, {}), ("running", FA2, {}), *(("stale", base, {"overlap": o, "tile_kv": 64}) for base in (FA3, FP8) for o in ("within", "both"))],
     "precision": [(None, FA3, {}), (None, FP8, {}), ("e4m3", QUANTISED, {}), ("e4m3", QUANTISED, {"dtype": "fp16"})],
-    "scale_granularity": [(None, FA3, {}), (None, FA2, {}), *((g, FP8, {**r, "overlap": o}) for g in ("tensor", "head", "block") for o in ("within", "both") for r in ({}, STALE)), *((g, QUANTISED, {"scale_granularity": g}) for g in ("tensor", "head", "block"))],
+    "scale_granularity": [(None, FA3, {}), (None, FA2, {}), *((g, FP8, {**r, "overlap": o}) for g in ("tensor", "head", "block") for o in ("within", "both") for r in ({}, STALE)), *((g, QUANTISED, {}) for g in ("tensor", "head", "block"))],
     "hadamard": [(False, FA3, {}), *((h, QUANTISED, {}) for h in (False, True))],
-    "smooth_k": [(False, FA3, {}), *((s, QUANTISED, {"hadamard": h}) for s in (False, True) for h in (False, True))],
+    "smooth_k": [(False, FA3, {}), *((s, QUANTISED, {"hadamard": h, "scale_granularity": g}) for s in (False, True) for h in (False, True) for g in ("head", "block"))],
     "v_transposed": [(False, FA3, {}), (False, FP8, {}), (True, FP8, {}), (True, FP8, {**UNIFORM, "overlap": "within"})],
     "promote_every": [(None, FA3, {}), *((n, FP8, {"tile_kv": 64, "overlap": o}) for n in (None, 1, 2, 3, 4096) for o in ("none", "within", "pingpong", "both")), (2, FP8, {**STALE, "overlap": "within"})],
 }  # fmt: skip
@@ -145,7 +145,7 @@ EFFECT: dict[str, list[tuple[Pair, Changes, Changes]]] = {
     "v_transposed": [(FP8, {"v_transposed": False}, {"v_transposed": True})],
     "scale_granularity": [(FP8, {"scale_granularity": a}, {"scale_granularity": b}) for a, b in (("tensor", "head"), ("head", "block"), ("tensor", "block"))],
     "promote_every": [(FP8, {"tile_kv": 64, "promote_every": a}, {"tile_kv": 64, "promote_every": b}) for a, b in ((None, 1), (1, 2), (2, 3))],
-    "precision": [(QUANTISED, {"precision": None, "tile_kv": 128}, {"tile_kv": 128})],
+    "precision": [(QUANTISED, {"precision": None, "scale_granularity": None, "tile_kv": 128}, {"tile_kv": 128})],
     "hadamard": [(QUANTISED, {"hadamard": False}, {"hadamard": True})],
     "smooth_k": [(QUANTISED, {"hadamard": h}, {"hadamard": h, "smooth_k": True}) for h in (False, True)],
 }  # fmt: skip
@@ -154,7 +154,7 @@ ONE_VALUE = {
     "head_dim_v": "None or head_dim itself",
     **dict.fromkeys(NOT_YET_SET, "None until it is honoured"),
     **dict.fromkeys(
-        ("sink", "p_operand", "parallelism"),
+        ("sink", "p_operand"),
         "the others are not yet honoured",
     ),
 }  # fmt: skip
@@ -217,7 +217,7 @@ def test_a_changed_value_changes_the_program_and_the_code(field: str) -> None:
 @pytest.mark.parametrize("field", [f for f in EFFECT if f not in ("arch", "mma", "movement")])
 def test_an_effect_is_the_fields_own(field: str) -> None:
     """At least one of the pairs differs in this field and, where others are tied to it, in nothing that is free."""
-    tied = {"tile_q": {"consumers", "warps", "overlap"}, "consumers": {"tile_q"}}
+    tied = {"tile_q": {"consumers", "warps", "overlap"}, "consumers": {"tile_q"}, "precision": {"scale_granularity"}}
     assert any(
         set(change(base, before)[0].diff(change(base, after)[0])) | set(change(base, before)[1].diff(change(base, after)[1]))
         <= {field} | tied.get(field, set())
