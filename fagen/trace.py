@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .errors import InternalError
+from .plan import quantise_steps as qs
 from .plan import steps as st
 from .plan.expr import Expr, as_expr, sym
 from .plan.kernel import KernelPlan
@@ -42,6 +43,10 @@ KINDS: dict[type[st.Step], str] = {
     st.MmaWait: "wait product",
     st.TmaLoad: "load",
     **dict.fromkeys((st.CpAsync, st.Copy, st.LoadFrag, st.LoadAcc, st.LoadRow), "load"),
+    **dict.fromkeys((qs.LoadRows, qs.StageRows, qs.LoadFlips, qs.LoadColumns, qs.LoadScalar), "load"),
+    **dict.fromkeys((qs.AbsMax, qs.ColumnStats, qs.ColumnMean, qs.Descale), "rescale"),
+    **dict.fromkeys((qs.ShareMax, qs.TakeMax, qs.ShareColumns, qs.ReduceParts), "merge"),
+    **dict.fromkeys((qs.StoreColumns, qs.StoreMax, qs.QuantiseRows, qs.AddShift), "epilogue"),
     st.TransposeV: "transpose",
     **dict.fromkeys((st.Mask, st.OnlineSoftmax, st.StaleSoftmax, st.RowPass, st.SumRow), "softmax"),
     **dict.fromkeys((st.Pack, st.Rescale, st.Promote, st.Move, st.MulRow, st.Reciprocal), "rescale"),
@@ -52,7 +57,7 @@ KINDS: dict[type[st.Step], str] = {
 
 SILENT = (
     *(st.Let, st.Var, st.Set, st.Limits, st.Fill, st.LoadScale, st.ScaleShift, st.Calm, st.AddSums, st.Hold, st.CopyRow),
-    *(st.Advance, st.CpCommit, st.ProxyFence, st.ClaimTile, st.PutTile, st.GetTile, st.ResetCounter, st.Break),
+    *(st.Advance, st.CpCommit, st.ProxyFence, st.ClaimTile, st.PutTile, st.GetTile, st.ResetCounter, st.Break, qs.WarpSync),
 )
 """Steps of a few instructions: their time goes to what comes after them, or to the run of steps in which they stand."""
 

@@ -70,7 +70,7 @@ def _e4m3_overhead(attention: Attention, s: Schedule) -> int:
     if s.fuse_tiles:
         return 32 if not attention.causal or attention.dv > 128 else 24
     if stale and attention.causal and attention.dv > 128:
-        return 34 if s.overlap == "both" or by_block else 24
+        return 34 if s.overlap == "both" or by_block or s.parallelism == "persistent_dynamic" else 24
     if stale and not attention.causal and s.overlap == "both" and s.consumers == 2:
         return 32
     if not stale and attention.dv > 128 and s.overlap != "none":

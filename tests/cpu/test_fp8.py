@@ -92,12 +92,11 @@ def transpose(p: Plan, groups: list[list[int]]) -> dict[int, Any]:
     text = helper(p, "transpose_v")
     even, odd, column, source, target = (expression(text, x) for x in ("even", r"odd", "column", "from", "to"))
     (load,) = re.findall(r"ldmatrix_trans\(v\[i\], (.*?)\);", text)
-    (keys,) = re.findall(r"const int keys = (.*?);", text)
     (store,) = re.findall(r"stmatrix\((.*?), __byte_perm\(v\[i\]\[0\], v\[i\]\[1\], even\),", text)
     order = re.findall(r"__byte_perm\(v\[i\]\[(\d)\], v\[i\]\[(\d)\], (even|odd)\)", text)
     (strips, step) = re.findall(r"strip < (\d+); strip \+= (\d+)", text)[0]
-    (batches,) = re.findall(r"batch < (\d+)", text)
-    (batch_size,) = set(re.findall(r"i < (\d+)", text))
+    units, at_once = (int(n) for n in re.findall(r"unit < (\d+); unit \+= (\d+)", text)[0])
+    assert text.count(f"if (unit + i < {units})") == 2 and set(re.findall(r"[^+] i < (\d+)", text)) == {str(at_once)}
     lanes: list[dict[str, int]] = [{"lane": n, "r": n % 8, "matrix": n // 8} for n in range(32)]
     assert "const int lane = threadIdx.x % 32, r = lane % 8, matrix = lane / 8;" in text
     for env in lanes:
@@ -108,11 +107,10 @@ def transpose(p: Plan, groups: list[list[int]]) -> dict[int, Any]:
             for env in lanes:
                 env |= {"raw": 0, "turned": 0, "strip": strip}
                 env |= {"from_": evaluate(source, **env), "to": evaluate(target, **env)}
-            for batch in range(int(batches)):
-                for i in range(int(batch_size)):
+            for unit in range(0, units, at_once):
+                for i in range(min(at_once, units - unit)):
                     for env in lanes:
-                        env |= {"batch": batch, "i": i}
-                        env["keys"] = evaluate(keys, **env)
+                        env |= {"unit": unit, "i": i}
                     addresses = [evaluate(load.replace("from", "from_"), **env) for env in lanes]
                     v = ldmatrix_trans(memory, addresses)
                     out = [
