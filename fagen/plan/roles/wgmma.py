@@ -147,17 +147,17 @@ class Wgmma:
         return Wait(bar=f"{ring}_empty", cursor=cursor), load, Advance(cursor=cursor)
 
     def producer(self) -> Role:
-        """K(n−1), Q, then K(j−1) and V(j) in turn from the last block to the first: the order in which consumers need them."""
-        steady = Loop(
-            var="j", first=N - 1, last=as_expr(1), step=-1, segment="steady", body=(*self._load("k", J - 1), *self._load("v", J))
-        )
-        some = (
-            *self._load("k", N - 1),
-            *self._load_q(),
-            steady,
-            *self.tiles.claim("next"),
-            *self._load("v", LAST),
-        )
+        """K(n−1), Q, then K(j−1) and V(j) in turn from the last block to the first: the order in which consumers need them. A V that has
+        to be transposed comes a block earlier, the first one before K and Q, which may have to wait for the tile before to end."""
+        last: Body = ()
+        if self.transposes:
+            body = (*self._load("v", J - 1), *self._load("k", J - 1))
+            first = (*self._load("v", N - 1), *self._load("k", N - 1), *self._load_q())
+        else:
+            body = (*self._load("k", J - 1), *self._load("v", J))
+            first, last = (*self._load("k", N - 1), *self._load_q()), self._load("v", LAST)
+        steady = Loop(var="j", first=N - 1, last=as_expr(1), step=-1, segment="steady", body=body)
+        some = (*first, steady, *self.tiles.claim("next"), *last)
         tile = (*self.tiles.decode(), If(name="tile", cond=N > 0, then=some, orelse=self.tiles.claim("next")))
         cursors = (*self._load_cursors(), *self.tiles.ring_cursors("put_t"))
         assert self.registers is not None
