@@ -29,18 +29,18 @@
 //       arrive tile_full
 //       stop if tile >= total
 //       if n > 0
+//         wait raw_empty
+//         TMA V_raw ← v[(n - 1) * 224 …] → raw_full
 //         wait k_empty
 //         TMA K ← k[(n - 1) * 224 …] → k_full
 //         wait q_empty
 //         TMA Q ← q[m * 128 …] → q_full
 //         for j = n - 1 down to 1  [producer.tiles.tile.steady]
+//           wait raw_empty
+//           TMA V_raw ← v[(j - 1) * 224 …] → raw_full
 //           wait k_empty
 //           TMA K ← k[(j - 1) * 224 …] → k_full
-//           wait raw_empty
-//           TMA V_raw ← v[j * 224 …] → raw_full
 //         claim tile next, counter
-//         wait raw_empty
-//         TMA V_raw ← v[0 …] → raw_full
 //       else
 //         claim tile next, counter
 //     reset counter counter
@@ -578,6 +578,10 @@ attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ Tenso
         const int h_kv = h / p.group;  // the KV head that this query head shares
         const int n = (p.sk + 223) / 224;  // key blocks this tile sees
         if (n > 0) {
+          mbarrier_wait(raw_empty + 8 * load_v.slot, load_v.phase);
+          mbarrier_arrive_expect_tx(raw_full + 8 * load_v.slot, 28672);
+          tma_load(smem_V_raw + load_v.slot * 28672, &map_v, raw_full + 8 * load_v.slot, (n - 1) * 224, h_kv, b, evict_last);
+          load_v.advance();
           mbarrier_wait(k_empty + 8 * load_k.slot, load_k.phase);
           mbarrier_arrive_expect_tx(k_full + 8 * load_k.slot, 28672);
           tma_load(smem_K + load_k.slot * 28672, &map_k, k_full + 8 * load_k.slot, (n - 1) * 224, h_kv, b, evict_last);
@@ -588,20 +592,16 @@ attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ Tenso
           load_q.advance();
 #pragma unroll 1
           for (int j = n - 1; j >= 1; --j) {  // [producer.tiles.tile.steady]
+            mbarrier_wait(raw_empty + 8 * load_v.slot, load_v.phase);
+            mbarrier_arrive_expect_tx(raw_full + 8 * load_v.slot, 28672);
+            tma_load(smem_V_raw + load_v.slot * 28672, &map_v, raw_full + 8 * load_v.slot, (j - 1) * 224, h_kv, b, evict_last);
+            load_v.advance();
             mbarrier_wait(k_empty + 8 * load_k.slot, load_k.phase);
             mbarrier_arrive_expect_tx(k_full + 8 * load_k.slot, 28672);
             tma_load(smem_K + load_k.slot * 28672, &map_k, k_full + 8 * load_k.slot, (j - 1) * 224, h_kv, b, evict_last);
             load_k.advance();
-            mbarrier_wait(raw_empty + 8 * load_v.slot, load_v.phase);
-            mbarrier_arrive_expect_tx(raw_full + 8 * load_v.slot, 28672);
-            tma_load(smem_V_raw + load_v.slot * 28672, &map_v, raw_full + 8 * load_v.slot, j * 224, h_kv, b, evict_last);
-            load_v.advance();
           }
           next = n_ctas + atomicAdd(p.counter, 1);  // late: claiming at a tile's start would bind a second tile to this CTA
-          mbarrier_wait(raw_empty + 8 * load_v.slot, load_v.phase);
-          mbarrier_arrive_expect_tx(raw_full + 8 * load_v.slot, 28672);
-          tma_load(smem_V_raw + load_v.slot * 28672, &map_v, raw_full + 8 * load_v.slot, 0, h_kv, b, evict_last);
-          load_v.advance();
         } else {
           next = n_ctas + atomicAdd(p.counter, 1);  // late: claiming at a tile's start would bind a second tile to this CTA
         }

@@ -112,7 +112,7 @@ def cases(kernels: Sequence[Needed], places: Sequence[tuple[str, str]], parts: b
             refs = found.setdefault(kernel.item.attention, {}).setdefault(problem, [])
             refs.append(KernelRef(kernel.label, *place, kernel.about))
             if parts and kernel.item.schedule.precision is not None:
-                refs += [KernelRef(f"{kernel.label}, {part}", *place, kernel.about, part) for part in ("quantise", "attend")]
+                refs += [KernelRef(f"{kernel.label}, {part}", *place, kernel.about, part=part) for part in ("quantise", "attend")]
     return tuple(CaseSpec(a, problem, tuple(refs)) for a, of in found.items() for problem, refs in of.items())
 
 

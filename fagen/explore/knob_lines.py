@@ -60,6 +60,9 @@ def step_lines(plan: Plan, source: Source) -> dict[tuple[str, str], int]:
         for step, first in opening_lines(kernel):
             if not first:
                 continue
+            if at and lines[at - 1].endswith(f") {first}"):  # behind its condition, on the same line
+                out[kernel.name, step.id] = at
+                continue
             there = next((i for i in range(at, len(lines)) if lines[i] == first), None)
             if there is not None:
                 out[kernel.name, step.id], at = there + 1, there + 1

@@ -9,6 +9,7 @@ ALLOWED_R2UR = {
     ("16-bit", 64, "causal", True): (8, "a CTA's first tile is decoded between the products of its first block: once a CTA"),
     ("16-bit", 128, "causal", True): (8, "as at head_dim 64"),
     ("16-bit", 256, "causal", True): (8, "as at head_dim 64"),
+    ("16-bit", 256, "full", False): (8, "tiles in a fixed order: the descriptors of a tile's first product, once a tile"),
     ("e4m3", 256, "causal", False): (12, "the descriptors of a tile's first product come from vector registers: once a tile"),
 }
 EARLY_WAIT = (
@@ -28,5 +29,7 @@ def unexpected_faults(built: Built) -> list[str]:
             continue
         if code == "early-wait" and s.reference == "running":
             continue  # EARLY_WAIT
+        if code == "early-wait" and a.dtype == "e4m3" and s.fuse_tiles:
+            continue  # where a tile joins the next, once a tile; timed faster than tiles that do not join
         found.append(text)
     return found

@@ -41,10 +41,10 @@ def space_of(name: str, head_dim: int, mask: str = "full") -> tuple[Attention, S
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_default_spaces_contain_the_winners_of_the_table(head_dim: int) -> None:
-    """Legality of what is tried does not depend on the mask; that is another test's matter."""
-    _, base, space = space_of("fa3", head_dim)
-    entries = [e for e in tuned.builtin_tables()[0].entries if e.head_dim == head_dim and e.base == "fa3"]
-    assert entries and {e.schedule for e in entries} <= set(space.candidates) and base in space.candidates
+    for mask in ("full", "causal"):
+        _, base, space = space_of("fa3", head_dim, mask)
+        entries = [e for e in tuned.builtin_tables()[0].entries if (e.head_dim, e.mask, e.base) == (head_dim, mask, "fa3")]
+        assert entries and {e.schedule for e in entries} <= set(space.candidates) and base in space.candidates
 
 
 def test_default_spaces_contain_fused_tiles() -> None:

@@ -183,7 +183,7 @@ def test_one_call(torch: Any, dtype: str, causal: bool) -> None:
 def test_bench_in_parts(torch: Any, tmp_path: Path) -> None:
     b = built(dtype="bf16", hadamard=True, head_dim=128)
     write_built(b, tmp_path, "whole")
-    refs = tuple(KernelRef(f"fp8 {part}".strip(), str(tmp_path), "whole", "", part) for part in ("", "quantise", "attend"))
+    refs = tuple(KernelRef(f"fp8 {part}".strip(), str(tmp_path), "whole", part=part) for part in ("", "quantise", "attend"))
     spec = BenchSpec((CaseSpec(b.plan.attention, Problem(4, 4096, 4096, 16, 16), refs),), (), 6, False, 0)
     (case,) = run_watched(spec).cases
     whole, quantise, attend = (row.burst.ms.median for row in case.rows)
