@@ -216,7 +216,12 @@ class Lab:
         self._check_alive(ref.label)
         if ref.without:  # wrong by design: there is nothing to verify
             return self._captured(replace(row, outcome="timed"), partial(kernel, q, k, v, out=out, lse=lse), kernel.unload)
-        warm = (lambda: kernel(q, k, v, out=out, lse=lse)) if ref.part else None
+
+        def whole_and_part() -> None:
+            kernel(q, k, v, out=out, lse=lse)  # leaves what the part reads
+            part(q, k, v, out=out, lse=lse)  # loads it: `release` has unloaded it with an earlier graph
+
+        warm = whole_and_part if ref.part else None
         return self._judged(row, lambda: part(q, k, v, out=out, lse=lse), out, lse, want, release, warm)
 
     def _peer(self, case: CaseSpec, name: str, q: Any, k: Any, v: Any, want: verify.Expected) -> Candidate:
