@@ -11,7 +11,7 @@ from ..oracle.quantise import Quantiser
 from ..plan import plan
 from ..schedule import Schedule
 
-SET_BY_RECIPES = ("scale_granularity", "hadamard", "smooth_k", "promote_every")
+SET_BY_RECIPES = ("dtype", "precision", "scale_granularity", "hadamard", "smooth_k", "promote_every")
 """Fields that the table varies, so that a caller may not set them."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -166,7 +167,7 @@ def _compare(files: tuple[str, str], fail_below: float | None, others: dict[str,
     given = next((name for name, value in others.items() if value), None)
     if given is not None:
         raise InputError(given, "given beside --compare, which measures nothing and takes two files")
-    if fail_below is not None and fail_below <= 0:
+    if fail_below is not None and not 0 < fail_below < math.inf:
         raise InputError("--fail-below", f"{fail_below:g}; a positive part of the old speed, such as 0.98")
     return compare(*files, fail_below, as_json)
 

@@ -91,6 +91,8 @@ def field_value(name: str, text: str) -> Any:
 def parse_value(text: str) -> Any:
     """A field's value: 128, 0.5, true, false, none, a pair such as 2,3, or else a name."""
     text = text.strip()
+    if text.startswith("(") and text.endswith(")"):  # a pair as messages print it
+        text = text[1:-1]
     words = {"true": True, "false": False, "none": None}
     if text.lower() in words:
         return words[text.lower()]

@@ -245,7 +245,8 @@ class _Tune:
         attention, start = self.item.attention, self.item.schedule
         tables = [*builtin_tables(), *([read(self.table)] if self.table and Path(self.table).exists() else [])]
         entries = [e for t in tables if t.arch == start.arch for e in t.entries if e.head_dim == attention.head_dim]
-        known = [e.schedule for e in entries if not e.unusable(attention)]
+        eight = attention.dtype == "e4m3"  # whose schedules are no guide for 16-bit types
+        known = [e.schedule for e in entries if (e.dtype == "e4m3") == eight and not e.unusable(attention)]
         if self.exclude_known:
             for name in builtin_names():
                 try:

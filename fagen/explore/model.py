@@ -19,14 +19,16 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ..plan import Plan, Problem
+from ..plan import Plan, Problem, quantise_steps
 from ..plan.kernel import KernelPlan, scalar_env
-from ..plan.steps import Forever, Loop, walk
+from ..plan.steps import Forever, Loop, Step, walk
 from .machine import H200, Device
 from .replay import Replayed, replay
 from .roofline import MOST_UNITS, Cost, contiguous, cost
 from .tally import Work, tally
 
+QUANTISING = tuple(c for c in Step.__subclasses__() if c.__module__ == quantise_steps.__name__)
+"""Steps of kernels that stream tensors once: DRAM binds them, and a replay of their tiles would say nothing more."""
 MOST_BLOCKS = 12
 """Key blocks of the longer of the two small problems: by then the pipeline has long been full."""
 FEW_BLOCKS = 5
@@ -68,6 +70,10 @@ def predict_time(plan: Plan, problem: Problem, device: Device = H200, registers:
     for kernel, bound, its in zip(plan.kernels, launch.kernels, bounds.kernels):
         scalars = {f: getattr(problem, f) for f in ("batch", "sq", "sk", "hq", "hkv")} | scalar_env(kernel, bound)
         work = tally(kernel, scalars)
+        if any(isinstance(s, QUANTISING) for r in kernel.roles for s in walk(r.body)):
+            times.append(its.bound_us + device.launch_us)
+            clocks.append(MAX_CLOCK_MHZ)
+            continue
         sm = _Dealer(plan, kernel, problem, scalars, work, its.ctas_per_sm, device)
         cycles = sm.clocks()
         mhz = _clock(work, cycles, device)

@@ -35,7 +35,7 @@ MMA_SYNC_AXES: dict[str, tuple[Any, ...]] = {
     "tile_kv": (32, 64, 128),
     "stages": (1, 2, 3),
 }
-MOST_ENUMERATED = 6000
+MOST_ENUMERATED = 10000
 """Combinations that are all looked at (one takes a millisecond); of a larger space so many are drawn."""
 
 

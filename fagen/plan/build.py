@@ -56,6 +56,11 @@ def assemble(attention: Attention, schedule: Schedule, *, debug: bool = False, t
     rules.check(attention, schedule)
     if debug and trace:
         raise InputError("trace", "given beside debug, whose delays would be what one sees; one of them is enough")
+    if trace and schedule.precision is not None:
+        message = (
+            f"given beside precision {schedule.precision!r}, whose quantising kernels take no marks; trace the e4m3 attention alone"
+        )
+        raise InputError("trace", message)
     t = target(schedule.arch)
     tiles = Tiles(*attended(attention, schedule), t)
     spaces = tiles.workspaces()

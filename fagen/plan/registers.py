@@ -16,6 +16,9 @@ ROOMIER_REGISTERS = WARPGROUP_REGISTERS | {2: (40, 232), 4: (32, 112)}
 # With V transposed in the kernel, the other three warps of the producer's warpgroup hold a strip of V in registers.
 TRANSPOSER_REGISTERS = {1: (56, 240), 2: (40, 232), 3: (32, 160), 4: (32, 104)}
 
+# Every pair that some kernel gets by itself.
+PAIRS = tuple(dict.fromkeys(p for t in (WARPGROUP_REGISTERS, ROOMIER_REGISTERS, TRANSPOSER_REGISTERS) for p in t.values()))
+
 
 def transposer_needs(schedule: Schedule) -> int:
     """Registers of warps that transpose, at least. Beside a ring of tile numbers they spilled at 24."""

@@ -142,7 +142,7 @@ def values(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
         or not all(_is_int(r) and 24 <= r <= 256 and r % 8 == 0 for r in s.registers)
     ):
         message = f"{s.registers!r} is not a (producer, consumer) pair of multiples of 8 from 24 to 256"
-        yield Violation("registers", "registers", message, tuple(registers.WARPGROUP_REGISTERS.values()))
+        yield Violation("registers", "registers", message, registers.PAIRS)
     if s.promote_every is not None and not (_is_int(s.promote_every) and 1 <= s.promote_every <= scales.MAX_PROMOTE_EVERY):
         near = min(max(s.promote_every, 1), scales.MAX_PROMOTE_EVERY) if _is_int(s.promote_every) else 1
         message = f"{s.promote_every!r} is neither None nor a number of key blocks from 1 to {scales.MAX_PROMOTE_EVERY}"
@@ -399,7 +399,7 @@ def _register_pool(a: Attention, s: Schedule, pool: int) -> Iterator[Violation]:
     if need > launched:
         best = (launched // 128 - producer) // s.consumers // 8 * 8
         message = f"128·({producer} + {s.consumers}·{consumer}) = {need} registers exceed the {launched} the CTA is launched with"
-        yield Violation("register-pool", "registers", message, ((producer, best), usual))
+        yield Violation("register-pool", "registers", message, tuple(dict.fromkeys(((producer, best), usual))))
     if registers.transposes(a, s) and producer < registers.transposer_needs(s):
         message = f"{producer} for the producer's warpgroup, whose warps need {registers.transposer_needs(s)} to transpose V"
         yield Violation("registers", "registers", message, (usual,))

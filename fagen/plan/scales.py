@@ -50,7 +50,7 @@ def structure(a: Attention, s: Schedule) -> Iterator[Violation]:
             yield Violation("scale-granularity", "scale_granularity", message, ("head", "tensor", "block"))
         return
     if s.scale_granularity is not None:
-        message = f"{s.scale_granularity!r} given, but {a.dtype} tensors have no scales"
+        message = f"{s.scale_granularity!r} given, but {a.dtype} tensors have no scales; precision 'e4m3' would quantise them"
         yield Violation("scale-granularity", "scale_granularity", message, (None,))
     if s.promote_every is not None:
         message = f"{s.promote_every} given, but products of {a.dtype} are summed in float32"

@@ -10,6 +10,13 @@ ALLOWED_R2UR = {
     ("16-bit", 128, "causal", True): (8, "as at head_dim 64"),
     ("16-bit", 256, "causal", True): (8, "as at head_dim 64"),
     ("16-bit", 256, "full", False): (8, "tiles in a fixed order: the descriptors of a tile's first product, once a tile"),
+    ("e4m3", 64, "full", True): (
+        2,
+        "a descriptor of a tile's first product, once a tile; timed faster than tiles that do not join",
+    ),
+    ("e4m3", 128, "full", True): (2, "as at head_dim 64"),
+    ("e4m3", 256, "full", True): (2, "as at head_dim 64"),
+    ("e4m3", 256, "causal", True): (2, "as at head_dim 64"),
     ("e4m3", 256, "causal", False): (12, "the descriptors of a tile's first product come from vector registers: once a tile"),
 }
 EARLY_WAIT = (

@@ -482,6 +482,8 @@ def test_tensors_of_a_file(dtype: str, tmp_path: Path, capsys: pytest.CaptureFix
         (["fa3_fp8", "--accuracy", "--evidence", "x.json"], "--evidence: has no meaning beside --accuracy"),
         (["fa3_fp8", "--accuracy", "--markdown", "--json"], "--markdown: given beside --json"),
         (["fa3_fp8", "--accuracy", "--set", "promote_every=2"], "--set: promote_every is what --accuracy varies"),
+        (["fa3_fp8", "--accuracy", "--set", "dtype=bf16"], "--set: dtype is what --accuracy varies"),
+        (["fa3_fp8", "--accuracy", "--set", "precision=e4m3"], "--set: precision is what --accuracy varies"),
         (["tuned", "--accuracy"], "SCHEDULE: the table is of named schedules"),
         (["fa3_fp8", "--accuracy", "--input", "x.npz", "--shape", "1,1,1,8,8"], "--shape: given beside --input"),
         (["fa3_fp8", "--accuracy", "--input", "missing.npz"], "missing.npz: no such file"),

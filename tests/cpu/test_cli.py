@@ -130,7 +130,7 @@ def test_help_imports_neither_numpy_nor_rich() -> None:
         (["check", "tuned", "--grid", "papers", "--device", "cpu"], "papers"),
         (["check", "tuned", "--variants"], "--variants: given beside tuned"),
         (["check", "tuned", "--evidence", "x.json"], "--evidence: one file holds one schedule's"),
-        (["check", "tuned", "--set", "dtype=e4m3"], "tuned: the tuned table has no usable entry with dtype=e4m3"),
+        (["check", "tuned", "--set", "dtype=fp16"], "tuned: the tuned table has no usable entry with dtype=fp16"),
         (["explain", "tuned"], "--shape: is needed"),
         (["build", ""], "source: is empty; built-in schedules: fa1, fa2"),
         (["build", "chain/fa9"], "chain/fa9: no such schedule file or name; "),
@@ -228,6 +228,7 @@ def test_values_of_settings() -> None:
         "-1": -1,
     }
     assert {t: parse_value(t) for t in texts} == texts
+    assert parse_value("(40, 232)") == (40, 232), "as messages print it"
     assert parse_settings(["tile-kv=96", "stages=2,3", "scale=0.5"], causal=True) == {
         "tile_kv": 96,
         "stages": (2, 3),
@@ -541,7 +542,7 @@ def test_run_compiles_an_edited_source(here: Path, monkeypatch: pytest.MonkeyPat
 def tuned_kernels(**wanted: Any) -> set[tuple[Attention, Schedule]]:
     """Of the entries that have the fields wanted."""
     entries = [e for t in tuned.builtin_tables() for e in t.entries if all(getattr(e, n) == v for n, v in wanted.items())]
-    return {(Attention(head_dim=e.head_dim, dtype=e.dtype, mask=e.mask), e.schedule) for e in entries}
+    return {(load(e.base, head_dim=e.head_dim, dtype=e.dtype, mask=e.mask).attention, e.schedule) for e in entries}
 
 
 @pytest.mark.parametrize("wanted", [{}, {"head_dim": 64}, {"mask": "causal"}, {"head_dim": 128, "mask": "full"}])

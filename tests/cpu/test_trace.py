@@ -73,6 +73,9 @@ def name(request: pytest.FixtureRequest) -> str:
 def test_debug_and_trace_exclude_each_other() -> None:
     with pytest.raises(InputError, match=r"^trace: given beside debug"):
         plan(*fagen.load("fa3"), debug=True, trace=True)
+    quantised = fagen.load("fa3_fp8", dtype="bf16", precision="e4m3")
+    with pytest.raises(InputError, match=r"^trace: given beside precision 'e4m3'"):
+        plan(*quantised, trace=True)
 
 
 def test_a_trace_plan_is_the_same_program_with_a_buffer(name: str) -> None:
@@ -163,7 +166,8 @@ def test_a_trace_build_keeps_the_promises_and_hardly_spills(schedule: str) -> No
     assert max(k.spill_stores, k.spill_loads, k.stack_bytes) <= allowed
     assert k.serialised is False or not any(n in k.expected and k.expected[n] for n in ("HGMMA", "QGMMA"))
     (normal,) = compiled(schedule, False).report.kernels
-    assert k.expected == normal.expected and not k.differing
+    assert k.expected == normal.expected
+    assert set(k.differing) <= ({"STL", "LDL"} if allowed else set())
 
 
 @needs_nvdisasm

@@ -263,7 +263,11 @@ def test_the_command_tells_winner_failures_and_legality(
 def test_the_tables_own_schedules_are_always_among_the_candidates(machine: FakeRunner, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "fa3", "--shape", "4,16,16,4096,4096", "--over", "tile_kv=80", "--json")
     names = {c["name"] for c in json.loads(out)["prepared"]["candidates"]}
-    known = {e.schedule_id for e in tuned.builtin_tables()[0].entries if e.head_dim == 128}
+    own = {
+        t: {e.schedule_id for e in tuned.builtin_tables()[0].entries if (e.head_dim, e.dtype) == (128, t)} for t in ("bf16", "e4m3")
+    }
+    known = own["bf16"]
+    assert own["e4m3"] and not any(n.endswith(i) for n in names for i in own["e4m3"] - own["bf16"])
     assert code == 0 and {f"fa3.hd128-bf16-full.{i}" for i in known} <= names
 
 

@@ -9,6 +9,7 @@ import re
 import signal
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,9 @@ def test_every_entry_is_the_legal_schedule_that_was_measured(e: Entry) -> None:
 def test_the_table_covers_both_masks_at_every_head_dim_and_no_key_twice() -> None:
     keys = [e.key for e in TABLE.entries]
     assert len(set(keys)) == len(keys) and keys == sorted(keys)
-    for head_dim in (64, 128, 256):
-        for mask in ("full", "causal"):
-            lengths = {e.bucket.length for e in TABLE.entries if (e.head_dim, e.mask) == (head_dim, mask)}
-            assert {512, 1024, 4096, 16384} <= lengths
+    for wanted in product(("bf16", "e4m3"), (64, 128, 256), ("full", "causal")):
+        lengths = {e.bucket.length for e in TABLE.entries if (e.dtype, e.head_dim, e.mask) == wanted}
+        assert {512, 1024, 2048, 4096, 8192, 16384} <= lengths
 
 
 UNIQUE = sorted({(e.dtype, e.head_dim, e.mask, e.schedule) for e in TABLE.entries}, key=repr)
@@ -170,8 +170,10 @@ def test_another_head_dim_is_never_a_stand_in() -> None:
 
 
 def test_e4m3_does_not_take_a_16_bit_entry() -> None:
-    got = choose(Attention(head_dim=128, dtype="e4m3"), paper(4096, 128), H200)
+    got = choose(Attention(head_dim=128, dtype="e4m3"), paper(4096, 128), H200, [table(entry(4096))])
     assert got.entry is None and got.schedule == load("fa3_fp8").schedule
+    own = choose(Attention(head_dim=128, dtype="e4m3"), paper(4096, 128), H200)
+    assert own.entry is not None and (own.entry.dtype, own.entry.base) == ("e4m3", "fa3_fp8")
 
 
 def test_an_entry_that_is_not_legal_any_more_is_passed_over() -> None:
