@@ -72,10 +72,12 @@ def command(
     from ..check import first_device
     from ..explore.trace.run import trace_gpu
 
-    first_device()
     for path in filter(None, (output, svg)):
         _check_writable(path)
     items, problem = _chosen(schedule, settings, beside, causal, shape)
+    for item in items:
+        common.planned(item, trace=True)
+    first_device()  # what is wrong with the call itself has been said by now
     pairs = [(common.built(i, folder=folder), common.built(i, trace=True, folder=folder)) for i in items]
     for _, traced in pairs:
         _tell_spills(traced)

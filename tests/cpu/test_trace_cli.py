@@ -259,3 +259,20 @@ def test_a_kernels_trace_is_its_own_and_freed(monkeypatch: pytest.MonkeyPatch) -
     assert len(fake.memory) == buffers - 1
     with pytest.raises(LaunchError, match="is not a trace build"):
         Kernel(plans(False), "// text", b"cubin", None).trace_words()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nosuch"], "nosuch: no such schedule file or name"),
+        (["fa3", "--shape", "1,2"], "--shape: '1,2' is not B,HQ,HKV,SQ,SK"),
+        (["fa3", "--set", "tile_kv=100"], "tile_kv: 100 is not a multiple of 16"),
+        (["fa3_fp8", "--set", "dtype=bf16", "--set", "precision=e4m3"], "trace: given beside precision 'e4m3'"),
+    ],
+)
+def test_what_is_wrong_with_the_call_is_said_with_or_without_a_gpu(
+    arguments: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["trace", *arguments]) != 0
+    assert message in capsys.readouterr().err and not list(tmp_path.iterdir())
