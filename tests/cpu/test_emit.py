@@ -287,7 +287,8 @@ def test_every_template_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
         p = fagen.load(name, **dict(changes))
         emit(plan(*p))
         emit(plan(*p, debug=True))
-        emit(plan(*p, trace=True))
+        if p.schedule.precision is None:  # plans that quantise take no marks
+            emit(plan(*p, trace=True))
     for removed in ("loads", "pv"):
         emit(without(plan(*fagen.load("fa3")), removed))
     emit(plan_of(64, "bf16", checked_options("block", True, True, 64, 64, None)))
