@@ -19,7 +19,7 @@ from typing import Any
 from . import api, driver, tuned
 from .attention import Attention
 from .errors import InputError
-from .interop import Array, check, framework_of, stream_handle
+from .interop import Array, check, common_device, common_framework, framework_of, stream_handle
 from .launch import Kernel
 from .plan.rules import HEAD_DIMS, SCALES
 from .schedule import Schedule
@@ -164,21 +164,12 @@ def _kernel(
 
 def _described(given: dict[str, Any], stream: Any) -> dict[str, Array]:
     """The arguments as arrays, of one library and on one device."""
-    frameworks = {n: framework_of(n, t) for n, t in given.items()}
-    framework = frameworks["q"]
-    for name, other in frameworks.items():
-        mine, its = (f.name if f else "NumPy" for f in (framework, other))
-        if mine != its:
-            raise InputError(name, f"is a {its} array, q a {mine} one; all must belong to one library")
+    framework = common_framework(given)
     if framework is None:
         from .interop import host
 
         return {n: host.describe(n, t, driver.current_device()) for n, t in given.items()}
-    devices = {n: framework.device(n, t) for n, t in given.items()}
-    device = devices["q"]
-    for name, its_device in devices.items():
-        if its_device != device:
-            raise InputError(name, f"is on cuda:{its_device}, q on cuda:{device}")
+    device = common_device(framework, given)
     with driver.use_device(device):
         handle = framework.stream(device) if stream is None else stream_handle(stream)
         return {n: framework.describe(n, t, handle)[0] for n, t in given.items()}

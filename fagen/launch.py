@@ -16,7 +16,7 @@ from typing import Any
 from . import descales, driver
 from .arguments import ONES, TENSORS, BoundCall
 from .errors import InputError, LaunchError
-from .interop import Array, check, framework_of, output_shapes, stream_handle
+from .interop import Array, check, common_device, common_framework, output_shapes, stream_handle
 from .plan.kernel import DESCALES, Plan, Problem
 from .records import Records, is_own
 from .torch_calls import Key, ReadyCall, Scales, TorchCalls, key_of
@@ -103,20 +103,11 @@ class Kernel:
             found = {n: 1.0 if x is None else descales.as_number(n, x, self._signed[n]) for n, x in zip(DESCALES, scales)}
             given |= {n: x for n, x in zip(DESCALES, scales) if found[n] is None}
             numbers = tuple(1.0 if x is None else x for x in found.values())
-        frameworks = {n: framework_of(n, t) for n, t in given.items()}
-        framework = frameworks["q"]
-        for name, other in frameworks.items():
-            mine, its = (f.name if f else "NumPy" for f in (framework, other))
-            if mine != its:
-                raise InputError(name, f"is a {its} array, q a {mine} one; all must belong to one library")
+        framework = common_framework(given)
         handle = None if stream is None else stream_handle(stream)
         if framework is None:
             return self._call_numpy(given, numbers, handle)
-        devices = {n: framework.device(n, t) for n, t in given.items()}
-        device = devices["q"]
-        for name, other_device in devices.items():
-            if other_device != device:
-                raise InputError(name, f"is on cuda:{other_device}, q on cuda:{device}")
+        device = common_device(framework, given)
         handle = framework.stream(device) if handle is None else handle
         with driver.use_device(device):
             arrays, alive = {}, []

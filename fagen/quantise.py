@@ -14,7 +14,7 @@ from .attention import Attention
 from .compile import build
 from .emit import emit
 from .errors import InputError
-from .interop import check, check_pointers, framework_of, stream_handle
+from .interop import check, check_pointers, common_device, common_framework, stream_handle
 from .interop.arrays import Array, check_layouts
 from .launch import Kernel
 from .library import load
@@ -76,16 +76,11 @@ def quantise(
     the argument, LaunchError where there is no suitable GPU.
     """
     given = {"q": q, "k": k, "v": v}
-    frameworks = {n: framework_of(n, t) for n, t in given.items()}
-    framework = frameworks["q"]
-    for name, other in frameworks.items():
-        mine, its = (f.name if f else "NumPy" for f in (framework, other))
-        if mine != its:
-            raise InputError(name, f"is a {its} array, q a {mine} one; all must belong to one library")
+    framework = common_framework(given)
     options = checked_options(granularity, hadamard, smooth_k, tile_q, tile_kv, scale)
     if framework is None:
         return _quantise_numpy(given, options, stream)
-    device = framework.device("q", q)
+    device = common_device(framework, given)
     with driver.use_device(device):
         handle = framework.stream(device) if stream is None else stream_handle(stream)
         described = {n: framework.describe(n, t, handle) for n, t in given.items()}

@@ -51,7 +51,7 @@ def instrument(kernel: KernelPlan) -> KernelPlan:
 
 
 def _place(x: Scope) -> View:
-    """The buffer and its measures in bytes: between marks of a lane, and of all marks."""
+    """The buffer and its measures: between marks of a lane and of all marks, in bytes; where the lanes' headers begin, in words."""
     stride = 8 * TRACE_CTAS * len(trace.instances_of(x.kernel))
     return {
         "buffer": f"p.{trace_buffer(x.kernel.name)}",
@@ -62,6 +62,7 @@ def _place(x: Scope) -> View:
         "events": TRACE_EVENTS,
         "stride": stride,
         "limit": stride * TRACE_EVENTS,
+        "headers": stride * TRACE_EVENTS // 4,
         "header_words": TRACE_HEADER_WORDS,
     }
 

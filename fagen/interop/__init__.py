@@ -8,6 +8,16 @@ host      NumPy arrays, copied to the device and back: the only path that copies
 from __future__ import annotations
 
 from .arrays import Array, Framework, check, check_pointers, output_shapes
-from .select import framework_of, stream_handle
+from .select import common_device, common_framework, framework_of, stream_handle
 
-__all__ = ["Array", "Framework", "check", "check_pointers", "framework_of", "output_shapes", "stream_handle"]
+__all__ = [
+    "Array",
+    "Framework",
+    "check",
+    "check_pointers",
+    "common_device",
+    "common_framework",
+    "framework_of",
+    "output_shapes",
+    "stream_handle",
+]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InputError
@@ -30,6 +31,27 @@ def framework_of(name: str, obj: Any) -> Framework | None:
         f"is a {type(obj).__name__}; expected a torch, CuPy or JAX tensor, another one with __dlpack__ or __cuda_array_interface__, "
         "or a NumPy array",
     )
+
+
+def common_framework(given: Mapping[str, Any]) -> Framework | None:
+    """The framework of all tensors of a call, by argument's name ("q" among them); InputError naming the one that is of another."""
+    frameworks = {n: framework_of(n, t) for n, t in given.items()}
+    framework = frameworks["q"]
+    for name, other in frameworks.items():
+        mine, its = (f.name if f else "NumPy" for f in (framework, other))
+        if mine != its:
+            raise InputError(name, f"is a {its} array, q a {mine} one; all must belong to one library")
+    return framework
+
+
+def common_device(framework: Framework, given: Mapping[str, Any]) -> int:
+    """The CUDA ordinal of the device that has all of them; InputError naming the one that is elsewhere."""
+    devices = {n: framework.device(n, t) for n, t in given.items()}
+    device = devices["q"]
+    for name, other in devices.items():
+        if other != device:
+            raise InputError(name, f"is on cuda:{other}, q on cuda:{device}")
+    return device
 
 
 def stream_handle(stream: Any) -> int:

@@ -33,7 +33,8 @@ from .tiles import BATCH, HKV, HQ, SK, SQ, TILE_STAGES, Tiles
 
 def plan(attention: Attention, schedule: Schedule, *, debug: bool = False, trace: bool = False) -> Plan:
     """The plan of a legal pair; a ScheduleError names what is illegal. `debug`: waits are bounded and name what hung (`--debug`).
-    `trace`: role instances note when they come from one step to the next (`fagen trace`). InputError where both are asked for.
+    `trace`: role instances note when they come from one step to the next (`fagen trace`). InputError where both are asked for, or `trace` of a
+    schedule that quantises.
 
     A legal plan whose synchronisation cannot be proven is a fault of ours: InternalError with the interleaving that fails.
     """

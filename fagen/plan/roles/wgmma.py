@@ -470,8 +470,8 @@ class Wgmma:
         )
         return (*prologue, *self._segments(N - 2, block, always_masked=self.tiles.attention.causal), *tail)
 
-    def _block_overlapped(self, masked: bool) -> Body:
-        """within, both: the softmax of block j runs while P(j+1)·V(j+1) is in flight."""
+    def _scores_over_pv(self) -> Body:
+        """The scores of block j, and P(j+1)·V(j+1) behind them, still in flight."""
         return (
             *self._block_scales(J),
             Wait(bar="k_full", cursor="k"),
@@ -479,6 +479,12 @@ class Wgmma:
             MmaWait(pending=1, ready=("S",), why="the scores are there, P·V still runs"),
             *self._release_q(J),
             *self._release("k", J),
+        )
+
+    def _block_overlapped(self, masked: bool) -> Body:
+        """within, both: the softmax of block j runs while P(j+1)·V(j+1) is in flight."""
+        return (
+            *self._scores_over_pv(),
             *self._softmax(J, masked),
             MmaWait(pending=0, ready=("O", "P")),
             *self._release("v", J + 1),
@@ -521,12 +527,7 @@ class Wgmma:
             orelse=(AddSums(l="l_sum", part="part"), done),
         )
         return (
-            *self._block_scales(J),
-            Wait(bar="k_full", cursor="k"),
-            *self._in_turn(self._qk(J), Wait(bar="v_full", cursor="v"), self._pv(J + 1)),
-            MmaWait(pending=1, ready=("S",), why="the scores are there, P·V still runs"),
-            *self._release_q(J),
-            *self._release("k", J),
+            *self._scores_over_pv(),
             *mask,
             stale,
             vote,
