@@ -11,13 +11,14 @@ import ctypes
 import struct
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from operator import itemgetter
 
 from . import driver
 from .errors import InputError, InternalError
 from .interop.arrays import check_pointers, output_shapes
+from .plan.expr import division
 from .plan.kernel import DESCALES, KernelLaunch, KernelPlan, Launch, Plan, TensorMap
 from .workspace import Request, Use, Workspaces
 
@@ -28,7 +29,7 @@ MAX_ENCODED = 256
 ONES: tuple[float, ...] = (1.0, 1.0, 1.0)
 """DESCALES that were not given, or are arrays."""
 
-_FORMATS = {"i64": "q", "i32": "i", "f32": "f"}
+_FORMATS = {"i64": "q", "i32": "i", "f32": "f", "divisor": "II"}
 _FLOAT = struct.Struct("=f")
 
 
@@ -96,7 +97,7 @@ class KernelArguments:
         self._maps = [MapSlot(m, memory[i : i + size], names.index(m.tensor)) for m, i in zip(launch.maps, places)]
         self._pick = picker([names.index(n) for n in kernel.pointers])
         first = self._offset + pointers.size
-        scalars.pack_into(memory, first, *launch.scalars)
+        scalars.pack_into(memory, first, *_members(kinds, launch.scalars))
         self._numbers = ONES
         """What the DESCALES in the buffer are."""
         self._number_places = [
@@ -120,6 +121,15 @@ class KernelArguments:
             for place, index in self._number_places:
                 _FLOAT.pack_into(self._memory, place, numbers[index])
             self._numbers = numbers
+
+
+def _members(kinds: list[str], scalars: tuple[int | float, ...]) -> Iterator[int | float]:
+    """What stands in the struct for each scalar."""
+    for kind, value in zip(kinds, scalars):
+        if kind == "divisor":
+            yield from division(int(value))
+        else:
+            yield value
 
 
 def picker(indices: list[int]) -> Callable[[tuple[int, ...]], tuple[int, ...]]:

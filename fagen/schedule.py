@@ -43,12 +43,15 @@ class Schedule(Value):
     """Where P is an operand of P·V from: "registers" or "shared" memory."""
     stages: int | tuple[int, int] = 1
     """Slots of the K ring and of the V ring: one number for both, or (K, V)."""
+    stages_q: int | None = None
+    """Slots for query tiles, 1 or 2. With 2 the next tile's Q is on its way before this tile's last product has read its own: persistent
+    kernels with a producer. None: 1, or 2 with `fuse_tiles`, which takes no other value."""
     overlap: str = "none"
     """wgmma: "none"; "within": a warpgroup's softmax runs under its own P·V; "pingpong": under the other warpgroup's products,
     kept in turn by named barriers; "both"."""
     fuse_tiles: bool = False
     """Persistent kernels: a tile's last P·V is issued together with the next tile's first Q·Kᵀ, whose softmax and the epilogue then run
-    under products. Takes a second Q slot."""
+    under products. Takes a second Q slot (`stages_q`)."""
     skip_masked: bool = False
     """wgmma, causal: a warpgroup passes over the blocks that only the warpgroups below it see, for which the CTA loads them. Without it,
     every warpgroup of a tile computes all of the tile's blocks and masks."""
@@ -76,9 +79,9 @@ class Schedule(Value):
     None: never."""
 
     @property
-    def stages_q(self) -> int:
-        """Slots for query tiles: two where the next tile's Q is read before this tile is done."""
-        return 2 if self.fuse_tiles else 1
+    def slots_q(self) -> int:
+        """`stages_q`, or what None stands for."""
+        return self.stages_q or (2 if self.fuse_tiles else 1)
 
     @property
     def stages_k(self) -> int:

@@ -119,6 +119,10 @@ typedef long long i64;
 
 struct __align__(64) TensorMap { u64 words[16]; };  // CUtensorMap
 
+// Division by a number that the host knows: exact for 0 <= n < 2^31 (Granlund and Montgomery, PLDI 1994).
+struct Divisor { u32 multiplier, shift; };
+__device__ __forceinline__ int quotient(int n, Divisor by) { return (int)((u64)(u32)n * by.multiplier >> by.shift); }
+
 struct Params {
   u16* out;
   float* lse;
@@ -144,6 +148,9 @@ struct Params {
   int group;
   int n_m;
   int total;
+  Divisor by_query_tiles;
+  Divisor by_heads;
+  Divisor by_group;
 };
 
 // A position in a ring of tiles: slot, and the parity of the pass over the ring. It carries over from tile to tile.
@@ -571,11 +578,11 @@ attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ Tenso
         put_t.advance();
         if (tile >= p.total) break;
         int next = p.total;
-        const int pair = tile / p.n_m;
+        const int pair = quotient(tile, p.by_query_tiles);
         const int m = tile - pair * p.n_m;  // query tiles of a head run side by side and share its K and V
-        const int b = pair / p.hq;
+        const int b = quotient(pair, p.by_heads);
         const int h = pair - b * p.hq;
-        const int h_kv = h / p.group;  // the KV head that this query head shares
+        const int h_kv = quotient(h, p.by_group);  // the KV head that this query head shares
         const int n = (p.sk + 223) / 224;  // key blocks this tile sees
         if (n > 0) {
           mbarrier_wait(raw_empty + 8 * load_v.slot, load_v.phase);
@@ -658,11 +665,11 @@ attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ Tenso
       if (lane == 0) mbarrier_arrive(tile_empty + 8 * get_t.slot);
       get_t.advance();
       if (tile >= p.total) break;
-      const int pair = tile / p.n_m;
+      const int pair = quotient(tile, p.by_query_tiles);
       const int m = tile - pair * p.n_m;  // query tiles of a head run side by side and share its K and V
-      const int b = pair / p.hq;
+      const int b = quotient(pair, p.by_heads);
       const int h = pair - b * p.hq;
-      const int h_kv = h / p.group;  // the KV head that this query head shares
+      const int h_kv = quotient(h, p.by_group);  // the KV head that this query head shares
       const int n = (p.sk + 223) / 224;  // key blocks this tile sees
       const float score_scale = SCALE_LOG2 * descale(p.q_descale, b * p.q_descale_sb + h_kv * p.q_descale_sh, p.q_descale_value) * descale(p.k_descale, b * p.k_descale_sb + h_kv * p.k_descale_sh, p.k_descale_value);
       const int row0 = m * 128 + w * 64;  // first query row of this instance

@@ -49,6 +49,7 @@ def emit(plan: Plan, name: str | None = None) -> Source:
             "header": header.lines(plan, name or plan.id),
             "scale_log2": _float(plan.attention.scale_log2),
             "uses_maps": any(k.maps for k in plan.kernels),
+            "uses_divisors": any(p.ctype == "divisor" for k in plan.kernels for p in k.params),
             "uses_cursors": any(r.cursors for k in plan.kernels for r in k.roles),
             "kernels": [{"params_type": _params_type(k), "params": _params(k), "text": t} for k, t in zip(plan.kernels, kernels)],
             "helpers": helpers.texts(),
@@ -70,7 +71,7 @@ def _float(x: float) -> str:
 # a kernel ---------------------------------------------------------------------------------------------------------------
 
 C_TYPES = {"fp32": "float", "i32": "int", "bf16": "u16", "fp16": "u16", "e4m3": "unsigned char"}
-SCALAR_TYPES = {"i32": "int", "i64": "i64", "f32": "float"}
+SCALAR_TYPES = {"i32": "int", "i64": "i64", "f32": "float", "divisor": "Divisor"}
 
 
 def _params_type(kernel: KernelPlan) -> str:

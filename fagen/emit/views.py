@@ -25,6 +25,7 @@ class Scope:
     def __init__(self, kernel: KernelPlan, role: st.Role, helpers: Helpers):
         self.kernel, self.role, self.helpers = kernel, role, helpers
         self._params = {p.name for p in kernel.params}
+        self._divisors = {p.value: f"p.{p.name}" for p in kernel.params if p.ctype == "divisor"}
         self._frags = {f.name: f for f in role.frags}
         self._cursors = {c.name: c for c in role.cursors}
 
@@ -36,7 +37,7 @@ class Scope:
         return f"fresh({index})"
 
     def c(self, e: Expr) -> str:
-        return e.c(lambda name: f"p.{name}" if name in self._params else name)
+        return e.c(lambda name: f"p.{name}" if name in self._params else name, self._divisors)
 
     def frag(self, name: str) -> st.Frag:
         return self._frags[name]

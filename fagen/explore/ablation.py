@@ -45,7 +45,7 @@ def _no_overlap(s: Schedule) -> Changes:
 def _no_specialisation(s: Schedule) -> Changes:
     if s.roles != "producer":
         return {}
-    return {"roles": "uniform", "registers": None, "fuse_tiles": False, "skip_masked": False, **_no_pingpong(s)}
+    return {"roles": "uniform", "registers": None, "fuse_tiles": False, "stages_q": None, "skip_masked": False, **_no_pingpong(s)}
 
 
 def _running(s: Schedule) -> Changes:

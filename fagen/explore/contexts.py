@@ -29,6 +29,7 @@ _UFUNC: dict[str, Any] = {
     "&": np.bitwise_and,
     "|": np.bitwise_or,
     "^": np.bitwise_xor,
+    "where": np.where,
     "min": np.minimum,
     "max": np.maximum,
 }
@@ -44,10 +45,10 @@ def evaluate(e: Expr, values: Mapping[str, int | Array]) -> int | Array:
         return values[e.name]
     if not isinstance(e, Op) or e.op not in _UFUNC:
         raise InternalError(f"cannot evaluate {e} on arrays")
-    a, b = (evaluate(x, values) for x in e.args)
-    if e.op in "/%" and (np.any(np.less(a, 0)) or np.any(np.less_equal(b, 0))):
+    args = [evaluate(x, values) for x in e.args]
+    if e.op in ("/", "%") and (np.any(np.less(args[0], 0)) or np.any(np.less_equal(args[1], 0))):
         raise InternalError(f"division outside the non-negative range in {e.c()}")
-    result = _UFUNC[e.op](a, b)
+    result = _UFUNC[e.op](*args)
     return result.astype(np.int64) if isinstance(result, np.ndarray) else int(result)
 
 

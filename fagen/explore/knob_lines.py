@@ -106,6 +106,7 @@ def _others(plan: Plan, knob: str, now: Any) -> list[Any]:
         "tile_q": tuple(64 * n for n in (1, 2, 3, 4)) if s.mma == "wgmma" else (16, 32, 64, 128),
         "tile_kv": (s.tile_kv - step, s.tile_kv + step, s.tile_kv // 2),
         "stages": (1, 2, 3),
+        "stages_q": (None, 2),
         "registers": ((24, 232), (40, 224), (32, 152)),
     }
     return [v for v in (numbers.get(knob) or CHOICES.get(knob) or ()) if v != now][:MOST]
@@ -115,14 +116,14 @@ def _ties(s: Schedule, knob: str, value: Any) -> list[Changes]:
     """What else to change for a value that may not be legal alone."""
     alone = {"both": "within", "pingpong": "none"}.get(s.overlap, s.overlap)
     if knob == "roles" and value == "uniform":
-        plain = {"overlap": alone, "registers": None}
+        plain = {"overlap": alone, "registers": None, "stages_q": None}
         return [plain, {**plain, "fuse_tiles": False}, {**plain, "v_transposed": True}]
     if s.mma == "wgmma" and knob in ("tile_q", "consumers") and value:
         n = value if knob == "consumers" else value // 64
         return [{"tile_q": 64 * n, "consumers": n}, {"tile_q": 64 * n, "consumers": n, "overlap": alone}]
     if s.mma == "mma_sync" and knob in ("tile_q", "warps"):
         return [{"warps": n} for n in (4, 2, 1)] if knob == "tile_q" else [{"tile_q": 64}, {"tile_q": 32}, {"tile_q": 128}]
-    if knob == "reference" and value == "stale":
+    if knob in ("reference", "stages_q") and value in ("stale", 2):
         return [{"tile_kv": n} for n in range(s.tile_kv - 16, 16, -16)]
     if knob == "movement" and s.mma == "mma_sync":
         return [{"stages": 1}]

@@ -27,6 +27,7 @@ SOFTMAX_AXES: dict[str, tuple[Any, ...]] = {
     "overlap": ("none", "within", "pingpong", "both"),
     "reference": ("running", "stale"),
     "fuse_tiles": (False, True),
+    "stages_q": (None, 2),
     "parallelism": ("persistent_dynamic", "persistent_static", "query_tiles"),
 }
 MMA_SYNC_AXES: dict[str, tuple[Any, ...]] = {
@@ -35,8 +36,8 @@ MMA_SYNC_AXES: dict[str, tuple[Any, ...]] = {
     "tile_kv": (32, 64, 128),
     "stages": (1, 2, 3),
 }
-MOST_ENUMERATED = 10000
-"""Combinations that are all looked at (one takes a millisecond); of a larger space so many are drawn."""
+MOST_ENUMERATED = 20000
+"""Combinations that are all looked at (one takes less than a millisecond); of a larger space so many are drawn."""
 
 
 @dataclass(frozen=True)

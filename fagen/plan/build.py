@@ -104,7 +104,7 @@ def _wgmma(tiles: Tiles, t: Target) -> KernelPlan:
     turn = registers.transposes(tiles.attention, s)
     transposer = (build.transposer(),) if turn else ()
     roles = (build.producer(), *transposer, build.consumer()) if with_producer else (build.uniform(),)
-    rings = [("q", s.stages_q), ("k", s.stages_k), ("v", s.stages_v)]
+    rings = [("q", s.slots_q), ("k", s.stages_k), ("v", s.stages_v)]
     rings += [("raw", s.stages_v)] if turn else []
     rings += [("tile", TILE_STAGES)] if tiles.dynamic else []
     bars = tuple(MBar(f"{name}_{state}", stages) for name, stages in rings for state in ("full", "empty"))

@@ -79,9 +79,10 @@ class Expr:
         """The value with the symbols of `env`; an unknown symbol or a negative division is an `InternalError`."""
         return _eval(self, env)
 
-    def c(self, names: Callable[[str], str] = str) -> str:
-        """C source; `names` maps a symbol to how the surrounding code spells it (`sk` to `p.sk`)."""
-        return _print(self, names)[0]
+    def c(self, names: Callable[[str], str] = str, divisors: Mapping[Expr, str] | None = None) -> str:
+        """C source; `names` maps a symbol to how the surrounding code spells it (`sk` to `p.sk`), `divisors` what is divided by to the
+        C name of its Divisor, which the division then uses."""
+        return _print(self, names, divisors or {})[0]
 
     def substitute(self, values: Mapping[str, IntLike]) -> Expr:
         """The same expression with some symbols replaced."""
@@ -145,12 +146,41 @@ def eq(a: IntLike, b: IntLike) -> Expr:
     return _fold("==", as_expr(a), as_expr(b))
 
 
+def where(cond: IntLike, a: IntLike, b: IntLike) -> Expr:
+    """`a` where the condition is not 0, else `b`. Both are computed in Python, so both must be defined."""
+    return _fold("where", as_expr(cond), as_expr(a), as_expr(b))
+
+
+def division(divisor: int) -> tuple[int, int]:
+    """(multiplier, shift), 32 bits each, such that n // divisor is n · multiplier >> shift for every 0 ≤ n < 2^31; of a divisor from 1
+    to 2^31 − 1. Granlund and Montgomery, "Division by Invariant Integers using Multiplication", PLDI 1994, section 4."""
+    if not 0 < divisor < 1 << 31:
+        raise InternalError(f"no multiplier for the divisor {divisor}; it must be in 1 … 2^31 − 1")
+    shift = 31 + (divisor - 1).bit_length()
+    return (1 << shift) // divisor + 1, shift
+
+
 def pow2floor(a: IntLike) -> Expr:
     """Largest power of two not above `a` (at least 1). Host only: it has no C form."""
     return _fold("pow2floor", as_expr(a))
 
 
-_PRECEDENCE = {"*": 7, "/": 7, "%": 7, "+": 6, "-": 6, "<": 5, ">": 5, "<=": 5, ">=": 5, "==": 4, "&": 3, "^": 2, "|": 1}
+_PRECEDENCE = {
+    "where": 0,
+    "*": 7,
+    "/": 7,
+    "%": 7,
+    "+": 6,
+    "-": 6,
+    "<": 5,
+    ">": 5,
+    "<=": 5,
+    ">=": 5,
+    "==": 4,
+    "&": 3,
+    "^": 2,
+    "|": 1,
+}
 _APPLY: dict[str, Callable[..., int]] = {
     "+": lambda a, b: a + b,
     "-": lambda a, b: a - b,
@@ -165,6 +195,7 @@ _APPLY: dict[str, Callable[..., int]] = {
     "&": lambda a, b: a & b,
     "^": lambda a, b: a ^ b,
     "|": lambda a, b: a | b,
+    "where": lambda c, a, b: a if c else b,
     "min": min,
     "max": max,
     "pow2floor": lambda a: 1 << (max(a, 1).bit_length() - 1),
@@ -175,6 +206,8 @@ def _fold(op: str, *args: Expr) -> Expr:
     """Constants fold and neutral elements vanish, so that the printed C holds nothing a person would not write."""
     if all(isinstance(a, Const) for a in args):
         return Const(_apply(op, [a.value for a in args if isinstance(a, Const)]))
+    if op == "where" and isinstance(args[0], Const):
+        return args[1] if args[0].value else args[2]
     if len(args) == 2:
         a, b = args
         if op in "+-" and b == Const(0) or op in ("*", "/") and b == Const(1):
@@ -210,19 +243,34 @@ def _eval(e: Expr, env: Mapping[str, int]) -> int:
     return _apply(e.op, [_eval(a, env) for a in e.args])
 
 
-def _print(e: Expr, names: Callable[[str], str]) -> tuple[str, int]:
+def _print(e: Expr, names: Callable[[str], str], divisors: Mapping[Expr, str]) -> tuple[str, int]:
     """C text and the precedence of its outermost operator (9: never needs parentheses)."""
     if isinstance(e, Const):
         return str(e.value), 9 if e.value >= 0 else 6
     if isinstance(e, Sym):
         return names(e.name), 9
     assert isinstance(e, Op)
+    parts = [_print(a, names, divisors) for a in e.args]
     if e.op in ("min", "max"):
-        return f"{e.op}({', '.join(_print(a, names)[0] for a in e.args)})", 9
+        return f"{e.op}({', '.join(text for text, _ in parts)})", 9
     if e.op not in _PRECEDENCE:
         raise InternalError(f"{e.op} is computed on the host and has no C form")
     mine = _PRECEDENCE[e.op]
-    (left, pl), (right, pr) = _print(e.args[0], names), _print(e.args[1], names)
+    if e.op == "where":
+        cond, a, b = (text if p > mine else f"({text})" for text, p in parts)
+        return f"{cond} ? {a} : {b}", mine
+    (left, pl), (right, pr) = parts
+    known = _divisor(e.args[1], names, divisors) if e.op == "/" else None
+    if known:
+        return f"quotient({left}, {known})", 9
     left = left if pl >= mine else f"({left})"
     right = right if pr > mine else f"({right})"
     return f"{left} {e.op} {right}", mine
+
+
+def _divisor(e: Expr, names: Callable[[str], str], divisors: Mapping[Expr, str]) -> str | None:
+    """The C name of a known divisor, or the choice between two."""
+    if isinstance(e, Op) and e.op == "where":
+        a, b = (divisors.get(x) for x in e.args[1:])
+        return f"{_print(e.args[0], names, divisors)[0]} ? {a} : {b}" if a and b else None
+    return divisors.get(e)

@@ -58,8 +58,8 @@ def trace_buffer(kernel: str) -> str:
 
 @dataclass(frozen=True)
 class Param:
-    """A scalar member of the kernel's Params struct: "i32" or "i64", computed on the host by `value`; or "f32", whose `value` is a
-    symbol that the call brings."""
+    """A scalar member of the kernel's Params struct: "i32" or "i64", computed on the host by `value`; "divisor", by whose `value` the
+    kernel divides, handed over as multiplier and shift (`expr.division`); or "f32", whose `value` is a symbol that the call brings."""
 
     name: str
     ctype: str
@@ -199,7 +199,7 @@ class Plan:
                 if p.ctype == "f32":
                     continue
                 scope[p.name] = p.value.eval(scope)
-                limit = 1 << (31 if p.ctype == "i32" else 63)
+                limit = 1 << (63 if p.ctype == "i64" else 31)
                 if not -limit <= scope[p.name] < limit:
                     raise InputError("q", f"{p.name} = {scope[p.name]} does not fit {p.ctype}: the problem {problem} is too large")
             grid = k.grid.eval(scope)

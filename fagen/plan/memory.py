@@ -15,7 +15,7 @@ ALIGN = 1024
 def tiles_of(attention: Attention, schedule: Schedule) -> tuple[Smem, ...]:
     """Q and the K and V rings, without offsets."""
     a, s = attention, schedule
-    q = _tile("Q", s.tile_q, a.head_dim, a.dtype, s.stages_q)
+    q = _tile("Q", s.tile_q, a.head_dim, a.dtype, s.slots_q)
     k = _tile("K", s.tile_kv, a.head_dim, a.dtype, s.stages_k)
     if a.dtype != "e4m3":
         return q, k, _tile("V", s.tile_kv, a.dv, a.dtype, s.stages_v)

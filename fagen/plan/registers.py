@@ -55,6 +55,10 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
     wide = (attention.dv - 64) // 16
     if s.roles == "uniform":
         return (32 + 28 * _one_slot(s) if beside_product else 24) + 2 * wide
+    if s.stages_q == 2:  # two consumers keep more of Q's address than three or four, who have no room for it
+        more = 20 if s.consumers == 2 else 0
+        more += 28 if attention.dv > 128 and attention.dtype != "e4m3" else 0
+        return more + overhead(attention, s.replace(stages_q=None))
     if attention.dtype == "e4m3":
         return _e4m3_overhead(attention, s)
     if s.reference == "stale":

@@ -136,6 +136,8 @@ def values(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
     if len(stages) != 2 or not all(_is_int(x) and 1 <= x <= MAX_STAGES for x in stages):
         message = f"{s.stages!r} is neither a number from 1 to {MAX_STAGES} nor a (K, V) pair of such numbers"
         yield Violation("stages", "stages", message, tuple(range(1, MAX_STAGES + 1)))
+    if s.stages_q is not None and not (_is_int(s.stages_q) and s.stages_q in (1, 2)):
+        yield Violation("stages-q", "stages_q", f"{s.stages_q!r} is not a number of slots for Q", (None, 1, 2))
     if s.registers is not None and (
         not isinstance(s.registers, tuple)
         or len(s.registers) != 2
@@ -176,6 +178,7 @@ def structure(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
         yield Violation(
             "mma-movement", "movement", f"{s.mma} takes its operands by {' or '.join(movements)}, not {s.movement}", movements
         )
+    yield from _structure_stages_q(s)
     if s.softmax != "fused":
         yield from _structure_materialised(s)
     wrong = tuple(_structure_quantised(attention, s))
@@ -267,6 +270,21 @@ def _structure_wgmma(s: Schedule) -> Iterator[Violation]:
     for field, mine in (("loop_order", "q_outer"), ("partition", "split_q"), ("normalise", "once")):
         if getattr(s, field) != mine:
             yield Violation(field.replace("_", "-"), field, f"{getattr(s, field)!r} is for mma_sync kernels", (mine,))
+
+
+def _structure_stages_q(s: Schedule) -> Iterator[Violation]:
+    """A second slot for Q is for the next tile's."""
+    if s.stages_q is not None and s.fuse_tiles:
+        yield Violation(
+            "stages-q", "stages_q", f"{s.stages_q} given, but tiles that are joined have two slots by themselves", (None,)
+        )
+    elif s.stages_q == 2:
+        needed = {"mma": "wgmma", "roles": "producer", "parallelism": "persistent_dynamic"}
+        persistent = s.parallelism.startswith("persistent")
+        missing = [f for f, v in needed.items() if not (persistent if f == "parallelism" else getattr(s, f) == v)]
+        if missing:
+            message = f"2 slots, of which one is for the next tile's Q, need {', '.join(f'{f}={needed[f]!r}' for f in missing)}"
+            yield Violation("stages-q", "stages_q", message, (None,))
 
 
 def _structure_skip_masked(a: Attention, s: Schedule) -> Iterator[Violation]:

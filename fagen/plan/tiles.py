@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ..attention import Attention
 from ..schedule import Schedule
 from ..target import Target
-from .expr import Expr, as_expr, ceildiv, eq, maximum, minimum, pow2floor, sym
+from .expr import Expr, as_expr, ceildiv, eq, maximum, minimum, pow2floor, sym, where
 from .kernel import Param, Workspace
 from .steps import (
     DTYPE_BYTES,
@@ -44,7 +44,9 @@ SQ, SK, BATCH, HQ, HKV = sym("sq"), sym("sk"), sym("batch"), sym("hq"), sym("hkv
 TILE, M, H, B, N, J = sym("tile"), sym("m"), sym("h"), sym("b"), sym("n"), sym("j")
 N_TILE = sym("n_tile")
 """Key blocks of the tile, where n is those of one warpgroup (skip_masked)."""
-N_M, TOTAL, SECTION = sym("n_m"), sym("total"), sym("section_heads")
+N_M, TOTAL, GROUP, PAIR = sym("n_m"), sym("total"), sym("group"), sym("pair")
+SECTION, WHOLE_SECTIONS, LAST = sym("section_heads"), sym("whole_sections"), sym("last_heads")
+SECTION_TILES = SECTION * N_M
 
 L2_SHARE = 2  # a section's K and V may fill 1 / L2_SHARE of the L2 cache
 
@@ -62,7 +64,19 @@ class Tiles:
         return self.schedule.parallelism == "persistent_dynamic"
 
     def params(self) -> tuple[Param, ...]:
-        """Scalars the decode needs, computed once on the host."""
+        """Scalars the decode needs, computed once on the host; last, of persistent CTAs, what it divides by: a division by any other
+        number takes some forty instructions, and all roles decode each tile before they start on it."""
+        return (*self._sizes(), *(Param(name, "divisor", value) for name, value in self._divisors()))
+
+    def _divisors(self) -> tuple[tuple[str, Expr], ...]:
+        if not self.schedule.parallelism.startswith("persistent"):
+            return ()
+        heads = (("by_heads", HQ), ("by_group", GROUP))
+        if self.attention.causal:
+            return (("by_section_tiles", SECTION_TILES), ("by_section_heads", SECTION), ("by_last_heads", LAST), *heads)
+        return (("by_query_tiles", N_M), *heads)
+
+    def _sizes(self) -> tuple[Param, ...]:
         a, s = self.attention, self.schedule
         out = [
             Param("sq", "i32", SQ),
@@ -81,7 +95,11 @@ class Tiles:
         if a.causal:
             kv_bytes = maximum(SK * ((a.head_dim + a.dv) * DTYPE_BYTES[a.dtype]), 1)
             fit = minimum(BATCH * HQ, (self.target.l2_bytes // L2_SHARE) // kv_bytes)
-            out += [Param("pairs", "i32", BATCH * HQ), Param("section_heads", "i32", pow2floor(maximum(fit, 1)))]
+            out += [
+                Param("section_heads", "i32", pow2floor(maximum(fit, 1))),
+                Param("whole_sections", "i32", BATCH * HQ // SECTION),
+                Param("last_heads", "i32", BATCH * HQ - (ceildiv(BATCH * HQ, SECTION) - 1) * SECTION),
+            ]
         return tuple(out)
 
     def grid(self) -> Expr:
@@ -110,19 +128,19 @@ class Tiles:
         if s.parallelism == "batch_heads":
             head = [Let(var="pair", value=CTA)]
         elif self.attention.causal:
-            per, first = SECTION * N_M, sym("section") * SECTION
+            section, rest, rank = sym("section"), sym("rest"), sym("rank")
+            heads = where(section < WHOLE_SECTIONS, SECTION, LAST)
             head = [
-                Let(var="section", value=TILE // per, why="heads whose K and V share the L2 cache"),
-                Let(var="heads", value=minimum(SECTION, sym("pairs") - first), why="the last section may be smaller"),
-                Let(var="rest", value=TILE - sym("section") * per),
-                Let(var="rank", value=sym("rest") // sym("heads")),
-                Let(var="m", value=N_M - 1 - sym("rank"), why="longest first"),
-                Let(var="pair", value=first + sym("rest") - sym("rank") * sym("heads")),
+                Let(var="section", value=TILE // SECTION_TILES, why="heads whose K and V share the L2 cache"),
+                Let(var="rest", value=TILE - section * SECTION_TILES),
+                Let(var="rank", value=rest // heads, why="the last section may be smaller"),
+                Let(var="m", value=N_M - 1 - rank, why="longest first"),
+                Let(var="pair", value=section * SECTION + rest - rank * heads),
             ]
         else:
             head = [
                 Let(var="pair", value=TILE // N_M),
-                Let(var="m", value=TILE - sym("pair") * N_M, why="query tiles of a head run side by side and share its K and V"),
+                Let(var="m", value=TILE - PAIR * N_M, why="query tiles of a head run side by side and share its K and V"),
             ]
         return (
             *head,
@@ -132,9 +150,9 @@ class Tiles:
     def decode_pair(self) -> tuple[Let, ...]:
         """From `pair` to b, h and the KV head."""
         return (
-            Let(var="b", value=sym("pair") // HQ),
-            Let(var="h", value=sym("pair") - B * HQ),
-            Let(var="h_kv", value=H // sym("group"), why="the KV head that this query head shares"),
+            Let(var="b", value=PAIR // HQ),
+            Let(var="h", value=PAIR - B * HQ),
+            Let(var="h_kv", value=H // GROUP, why="the KV head that this query head shares"),
         )
 
     def _blocks(self) -> Expr:

@@ -223,9 +223,16 @@ def array_interface(name: str, obj: Any, stream: int) -> Any:
     return types.SimpleNamespace(shape=data["shape"], strides=strides, ptr=ptr, readonly=readonly, dtype=dtype)
 
 
+class Divisor(ctypes.Structure):
+    _fields_ = [("multiplier", ctypes.c_uint32), ("shift", ctypes.c_uint32)]
+
+    def quotient(self, n: int) -> int:
+        return n * self.multiplier >> self.shift
+
+
 def params_struct(kernel: KernelPlan) -> type[ctypes.Structure]:
     """struct Params of a kernel as a C compiler lays it out."""
-    scalar = {"i64": ctypes.c_int64, "i32": ctypes.c_int32, "f32": ctypes.c_float}
+    scalar = {"i64": ctypes.c_int64, "i32": ctypes.c_int32, "f32": ctypes.c_float, "divisor": Divisor}
     fields = [(n, ctypes.c_uint64) for n in kernel.pointers] + [(p.name, scalar[p.ctype]) for p in kernel.params]
     return type("Params", (ctypes.Structure,), {"_fields_": fields})
 

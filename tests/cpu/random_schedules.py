@@ -79,6 +79,7 @@ def _wgmma(rng: random.Random) -> Pair:
         movement="tma",
         mma="wgmma",
         stages=_stages(rng),
+        stages_q=rng.choice((None, None, 2)),
         overlap=rng.choice(overlaps),
         reference=reference,
         fuse_tiles=rng.random() < 0.2,

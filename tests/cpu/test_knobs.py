@@ -97,6 +97,7 @@ ACCEPTED: dict[str, list[tuple[object, Pair, Changes]]] = {
     "mma": [("mma_sync", FA2, {}), ("wgmma", FA2, WGMMA)],
     "p_operand": [("registers", FA2, {}), ("registers", FA3, {})],
     "stages": [(n, base, {"tile_kv": 64}) for n in (1, 2, 3, 4, (1, 2), (2, 1), (1, 4), (3, 2)) for base in (FA2, FA3, (FA3[0], FA3[1].replace(**UNIFORM)))],
+    "stages_q": [(None, FA3, {}), (None, FA2, {}), (1, FA3, {}), (1, FA2, {}), *((2, base, {"tile_kv": 64, "parallelism": p}) for base in (FA3, FP8) for p in ("persistent_static", "persistent_dynamic"))],
     "overlap": [*((o, FA3, {}) for o in ("none", "within", "pingpong", "both")), *((o, FA3, {**UNIFORM, "overlap": o}) for o in ("none", "within")), ("none", FA2, {})],
     "fuse_tiles": [(False, FA3, {}), (False, FA2, {}), *((True, FA3, {**STALE, "overlap": o, "parallelism": p}) for o in ("within", "both") for p in ("persistent_static", "persistent_dynamic"))],
     "skip_masked": [(False, FA3, {}), (False, FA2, {}), *((True, FA3, {"mask": "causal", "tile_kv": 64, "overlap": o}) for o in ("none", "within", "pingpong", "both")), *((True, base, {**STALE, "mask": "causal", "tile_kv": 64}) for base in (FA3, FP8))],
@@ -137,6 +138,7 @@ EFFECT: dict[str, list[tuple[Pair, Changes, Changes]]] = {
     "normalise": [(base, {"normalise": "once"}, {"normalise": "each_step"}) for base in (FA1, FA2)],
     "mma": [(FA2, {"mma": "mma_sync"}, WGMMA)],
     "stages": [(base, {"tile_kv": 64, "stages": a}, {"tile_kv": 64, "stages": b}) for base in (FA2, FA3) for a, b in ((1, 2), (2, 3), (3, 4), (2, (2, 1)), ((1, 2), (2, 1)))],
+    "stages_q": [(base, {"tile_kv": 64}, {"tile_kv": 64, "stages_q": 2}) for base in (FA3, FP8)],
     "overlap": [(FA3, {"overlap": a}, {"overlap": b}) for a, b in (("none", "within"), ("within", "pingpong"), ("pingpong", "both"), ("none", "pingpong"), ("within", "both"))]
     + [(FA3, UNIFORM, {**UNIFORM, "overlap": "within"})],
     "fuse_tiles": [(FA3, STALE, {**STALE, "fuse_tiles": True})],

@@ -84,20 +84,30 @@ def make(p: Plan, fake: FakeCuda) -> Kernel:
 
 
 @pytest.mark.parametrize(
-    "scalars", [(), ("i64", "i32"), ("i64", "i64", "i32", "i32", "i32"), ("i32",), ("i64", "f32", "f32", "i32")]
+    "scalars",
+    [
+        (),
+        ("i64", "i32"),
+        ("i64", "i64", "i32", "i32", "i32"),
+        ("i32",),
+        ("i64", "f32", "f32", "i32"),
+        ("i64", "i32", "divisor", "f32", "divisor"),
+    ],
 )
 @pytest.mark.parametrize("pointers", [(), ("out",), ("q", "lse", "out"), ("lse", "v", "k", "q", "out")])
 def test_params_are_laid_out_as_c_does(scalars: tuple[str, ...], pointers: tuple[str, ...]) -> None:
     names = ("q", "k", "v", "out", "lse")
     floats = iter(("q_descale_value", "v_descale_value"))
     params = tuple(Param(next(floats) if c == "f32" else f"s{i}", c, sym("sq")) for i, c in enumerate(scalars))
+    divisors = tuple(c == "divisor" for c in scalars)
     kernel = replace(schedule_plan("fa2").kernels[0], pointers=pointers, params=params)
-    values = tuple(-(i + 3) * 1000 for i in range(len(params)))
+    values = tuple((i + 3) * 1000 if by else -(i + 3) * 1000 for i, by in enumerate(divisors))
     arguments = KernelArguments(kernel, KernelLaunch(kernel.name, 1, 128, 0, values, ()), names)
     arguments.write((11, 22, 33, 44, 2**63 + 5))
     _, seen = read_arguments(kernel, arguments.params)
     assert [getattr(seen, n) for n in pointers] == [dict(zip(names, (11, 22, 33, 44, 2**63 + 5)))[n] for n in pointers]
-    assert [getattr(seen, p.name) for p in params] == list(values)
+    members = [getattr(seen, p.name) for p in params]
+    assert [10**9 // m.quotient(10**9) if by else m for m, by in zip(members, divisors)] == list(values)
     assert arguments._memory.nbytes >= 128 * len(kernel.maps) + ctypes.sizeof(params_struct(kernel))
 
 

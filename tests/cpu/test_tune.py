@@ -63,7 +63,6 @@ def test_every_built_in_has_a_default_space_of_legal_schedules(name: str, head_d
     assert len(space.candidates) >= 5 and len(set(space.candidates)) == len(space.candidates)
     for schedule in space.candidates[::40]:
         tuned.check(attention, schedule)
-        tuned.check(attention.replace(mask="causal"), schedule)
 
 
 def test_illegal_combinations_are_counted_by_code() -> None:
@@ -95,7 +94,7 @@ def test_more_schedules_join_once_and_known_ones_are_left_out() -> None:
 def test_a_large_space_is_sampled_by_seed_with_the_neighbours_of_the_start() -> None:
     axes = default_axes(FULL, FA3)
     some = enumerate_space(FULL, FA3, axes, most=200, seed=1)
-    assert some.combinations == 3456 and 100 < some.enumerated < 260
+    assert some.combinations == 6912 and 100 < some.enumerated < 260
     assert some == enumerate_space(FULL, FA3, axes, most=200, seed=1) != enumerate_space(FULL, FA3, axes, most=200, seed=2)
     assert {FA3.replace(stages=1), FA3.replace(overlap="within")} <= set(some.candidates)
 

@@ -118,6 +118,10 @@ typedef long long i64;
 
 struct __align__(64) TensorMap { u64 words[16]; };  // CUtensorMap
 
+// Division by a number that the host knows: exact for 0 <= n < 2^31 (Granlund and Montgomery, PLDI 1994).
+struct Divisor { u32 multiplier, shift; };
+__device__ __forceinline__ int quotient(int n, Divisor by) { return (int)((u64)(u32)n * by.multiplier >> by.shift); }
+
 struct Params {
   u16* out;
   float* lse;
@@ -131,8 +135,14 @@ struct Params {
   int group;
   int n_m;
   int total;
-  int pairs;
   int section_heads;
+  int whole_sections;
+  int last_heads;
+  Divisor by_section_tiles;
+  Divisor by_section_heads;
+  Divisor by_last_heads;
+  Divisor by_heads;
+  Divisor by_group;
 };
 
 // A position in a ring of tiles: slot, and the parity of the pass over the ring. It carries over from tile to tile.
@@ -496,15 +506,15 @@ attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ Tenso
         put_t.advance();
         if (tile >= p.total) break;
         int next = p.total;
-        const int section = tile / (p.section_heads * p.n_m);  // heads whose K and V share the L2 cache
-        const int heads = min(p.section_heads, p.pairs - section * p.section_heads);  // the last section may be smaller
+        const int section = quotient(tile, p.by_section_tiles);  // heads whose K and V share the L2 cache
         const int rest = tile - section * (p.section_heads * p.n_m);
-        const int rank = rest / heads;
+        // the last section may be smaller
+        const int rank = quotient(rest, section < p.whole_sections ? p.by_section_heads : p.by_last_heads);
         const int m = p.n_m - 1 - rank;  // longest first
-        const int pair = section * p.section_heads + rest - rank * heads;
-        const int b = pair / p.hq;
+        const int pair = section * p.section_heads + rest - rank * (section < p.whole_sections ? p.section_heads : p.last_heads);
+        const int b = quotient(pair, p.by_heads);
         const int h = pair - b * p.hq;
-        const int h_kv = h / p.group;  // the KV head that this query head shares
+        const int h_kv = quotient(h, p.by_group);  // the KV head that this query head shares
         const int n = (min(p.sk, max((m + 1) * 128 + p.sk - p.sq, 0)) + 175) / 176;  // key blocks this tile sees
         if (n > 0) {
           mbarrier_wait(k_empty + 8 * load_k.slot, load_k.phase);
@@ -562,13 +572,13 @@ attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ Tenso
       if (lane == 0) mbarrier_arrive(tile_empty + 8 * get_t.slot);
       get_t.advance();
       if (tile >= p.total) break;
-      const int section = tile / (p.section_heads * p.n_m);  // heads whose K and V share the L2 cache
-      const int heads = min(p.section_heads, p.pairs - section * p.section_heads);  // the last section may be smaller
+      const int section = quotient(tile, p.by_section_tiles);  // heads whose K and V share the L2 cache
       const int rest = tile - section * (p.section_heads * p.n_m);
-      const int rank = rest / heads;
+      // the last section may be smaller
+      const int rank = quotient(rest, section < p.whole_sections ? p.by_section_heads : p.by_last_heads);
       const int m = p.n_m - 1 - rank;  // longest first
-      const int pair = section * p.section_heads + rest - rank * heads;
-      const int b = pair / p.hq;
+      const int pair = section * p.section_heads + rest - rank * (section < p.whole_sections ? p.section_heads : p.last_heads);
+      const int b = quotient(pair, p.by_heads);
       const int h = pair - b * p.hq;
       const int n = (min(p.sk, max((m + 1) * 128 + p.sk - p.sq, 0)) + 175) / 176;  // key blocks this tile sees
       const int row0 = m * 128 + w * 64;  // first query row of this instance

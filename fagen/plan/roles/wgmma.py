@@ -196,7 +196,7 @@ class Wgmma:
 
     def _load_cursors(self) -> tuple[Cursor, ...]:
         s = self.tiles.schedule
-        return Cursor("load_q", s.stages_q, 1), Cursor("load_k", s.stages_k, 1), Cursor("load_v", s.stages_v, 1)
+        return Cursor("load_q", s.slots_q, 1), Cursor("load_k", s.stages_k, 1), Cursor("load_v", s.stages_v, 1)
 
     # compute --------------------------------------------------------------------------------------------------------------
 
@@ -224,7 +224,7 @@ class Wgmma:
 
     def _read_cursors(self) -> tuple[Cursor, ...]:
         s = self.tiles.schedule
-        return Cursor("q", s.stages_q, 0), Cursor("k", s.stages_k, 0), Cursor("v", s.stages_v, 0)
+        return Cursor("q", s.slots_q, 0), Cursor("k", s.stages_k, 0), Cursor("v", s.stages_v, 0)
 
     def _frags(self) -> tuple[Frag, ...]:
         a, s = self.tiles.attention, self.tiles.schedule
