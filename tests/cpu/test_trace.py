@@ -25,8 +25,20 @@ from fagen.oracle import CheckProblem
 from fagen.plan import Plan, plan
 from fagen.plan import quantise_steps as qs
 from fagen.plan import steps as st
-from fagen.plan.kernel import TRACE_CTAS, TRACE_EVENTS, TRACE_HEADER_WORDS, TRACE_NOTE
-from fagen.trace import ARGUMENT_BITS, KINDS, SILENT, SPILL_BYTES, Mark, instances_of, kind_of, marked, marks_of
+from fagen.plan.kernel import TRACE_CTAS, TRACE_HEADER_WORDS, TRACE_NOTE, TRACE_WORDS
+from fagen.trace import (
+    ARGUMENT_BITS,
+    KINDS,
+    SILENT,
+    SPILL_BYTES,
+    Mark,
+    instances_of,
+    kind_of,
+    longest_run,
+    marked,
+    marks_of,
+    runs_of,
+)
 
 needs_nvdisasm = pytest.mark.skipif(sass.nvdisasm() is None, reason=f"no nvdisasm: {sass.INSTALL}")
 
@@ -90,7 +102,7 @@ def test_a_trace_plan_is_the_same_program_with_a_buffer(name: str) -> None:
         assert [s.name for s in k.smem if s not in n.smem] == ([TRACE_NOTE] if elected else [])
         assert k.smem_bytes <= p.target.smem_bytes
         space = next(w for w in p.workspaces if w.name == f"trace_{k.name}")
-        assert space.count.eval({}) == TRACE_CTAS * len(instances_of(k)) * (2 * TRACE_EVENTS + TRACE_HEADER_WORDS)
+        assert space.count.eval({}) == TRACE_CTAS * len(instances_of(k)) * (TRACE_WORDS + TRACE_HEADER_WORDS)
 
 
 def test_a_normal_build_has_none_of_it(name: str) -> None:
@@ -135,6 +147,42 @@ def test_few_marks_a_block() -> None:
     assert {n: len(m) for n, m in steady.items()} == {"producer": 4, "consumer": 9}
 
 
+def test_runs_are_what_follows_without_a_jump(name: str) -> None:
+    """Walked through by hand: in every block a run goes on until a step in between could make other marks, and its words are told apart."""
+    for kernel in planned(name).kernels:
+        runs, marks = runs_of(kernel), [m for _, m in marks_of(kernel)]
+        assert {m.code for run in runs.values() for m in run.marks} == {m.code for m in marks}
+        assert {m.tells.code for m in marks if m.tells} == set(runs)
+        assert longest_run(kernel) == max(run.words for run in runs.values())
+        for code, run in runs.items():
+            slots = [m.slot for m in run.marks]
+            assert slots == sorted(set(slots)) and slots[0] == 1 and max(slots) < run.words
+            told = [k for k, m in enumerate(run.marks) if m.tells and m.tells.words]
+            assert len(told) == 1 and run.marks[told[0]].tells.words == run.words
+            for k, m in enumerate(run.marks):  # a place is passed on where the run is told
+                assert m.at == (run.words if k > told[0] else 0) - m.slot
+            names = [m.tells.code for m in run.marks if m.tells]
+            assert names[-1] == code
+            if len(names) == 2:  # the other side of a vote changes the name of the run, once its place is passed on
+                assert [m.tells.at for m in run.marks if m.tells] == [0, run.words] and names[0] == run.marks[0].code
+            variables = {m.variable for m in run.marks} - {""}
+            assert len(variables) <= 1 and {m.tells.variable for m in run.marks if m.tells} == (variables or {""})
+            first_named = next((k for k, m in enumerate(run.marks) if m.variable), 0)
+            assert told[0] >= first_named and sum(m.what == "tile" for m in run.marks) <= 1
+
+
+def test_the_steady_loop_is_one_run() -> None:
+    """Of the tuned kind too, whose softmax has a vote: what a block's marks cost depends on it."""
+    for name in ("fa3", "stale, fused"):
+        (kernel,) = planned(name).kernels
+        for role in marked(kernel).roles:
+            loops = [s for s in st.walk(role.body) if isinstance(s, st.Loop) and s.var == "j"]
+            assert loops
+            for loop in loops:
+                told = [m.tells.words for m in st.walk(loop.body) if isinstance(m, Mark) and m.tells]
+                assert len([w for w in told if w]) == 1, role.name
+
+
 # ------------------------------------------------------------------------------------------------------------ the code
 
 
@@ -143,12 +191,19 @@ def test_the_code_carries_the_codes(name: str) -> None:
     for kernel in planned(name).kernels:
         body = text[text.index(f"\n{kernel.name}(") :]
         body = body[: body.index("\n}\n")]
-        lines = re.findall(r"\bmark(?:_shared)?\(.*?(0x[0-9a-f]+)u(?: \+ (\w+))?\);  // (.*)", body)
+        lanes = TRACE_CTAS * len(instances_of(kernel))
         marks = [m for _, m in marks_of(kernel)]
-        assert [(int(code, 16) >> ARGUMENT_BITS, variable) for code, variable, _ in lines] == [(m.code, m.variable) for m in marks]
-        for (_, _, comment), m in zip(lines, marks):
+        lines = re.findall(r"\bmark(?:_shared)?<(-?\d+)>\(.*?\);  // (.*)", body)
+        assert [int(at) for at, _ in lines] == [4 * lanes * m.at for m in marks]
+        told = re.findall(r"\b(next_run|next_run_shared|note)<(-?\d+)>\(.*?(0x[0-9a-f]+)u(?: \+ (\w+))?\);", body)
+        assert [(int(code, 16) >> ARGUMENT_BITS, variable) for _, _, code, variable in told] == [
+            (m.tells.code, m.tells.variable) for m in marks if m.tells
+        ]
+        for (function, number, _, _), t in zip(told, (m.tells for m in marks if m.tells)):
+            assert int(number) == 4 * lanes * (t.at if function == "note" else t.words) and (function == "note") == (t.words == 0)
+        for (_, comment), m in zip(lines, marks):
             assert comment.startswith(m.what) and all(s.id in comment for s in m.group)
-        ends = len(re.findall(r"\bstart_(?:shared_)?lane", body)), len(re.findall(r"\bfinish_(?:shared_)?lane", body))
+        ends = len(re.findall(r"\bstart_lane<", body)), len(re.findall(r"\bfinish_lane<", body))
         assert ends == (len(kernel.roles),) * 2
 
 
@@ -349,20 +404,32 @@ def buffer() -> tuple[Plan, Any, Any]:
     return p, launch, words["attention"]
 
 
-def headers(words: Any, p: Plan) -> Any:
+def headers_of(words: Any, p: Plan, room: int = TRACE_WORDS) -> Any:
     lanes = TRACE_CTAS * len(instances_of(p.kernels[0]))
-    return words[2 * TRACE_EVENTS * lanes :].reshape(lanes, TRACE_HEADER_WORDS)
+    return words[room * lanes :].reshape(lanes, TRACE_HEADER_WORDS)
+
+
+def first_word(words: Any, p: Plan, lane: int) -> Any:
+    """A view of it: the first run's of a lane."""
+    lanes = TRACE_CTAS * len(instances_of(p.kernels[0]))
+    return words[: TRACE_WORDS * lanes].reshape(TRACE_WORDS, lanes)[-1, lane : lane + 1]
 
 
 def test_marks_without_room_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     p, (whole,) = planned("fa3"), traced("fa3")
+    room = 80
     for module in ("fagen.explore.trace.reader", "trace_source"):
-        monkeypatch.setattr(f"{module}.TRACE_EVENTS", 50)
+        monkeypatch.setattr(f"{module}.TRACE_WORDS", room)
     (launch,), words = simulated(p, PROBLEM)
     cut = read(p, launch, words["attention"])
     assert whole.dropped == 0 < cut.dropped
-    for full, kept in zip((x for c in whole.ctas for x in c.lanes), (x for c in cut.ctas for x in c.lanes)):
-        assert kept.spans == full.spans[:50] and kept.dropped == max(0, len(full.spans) - 50)
+    longest = longest_run(p.kernels[0])
+    noted = headers_of(words["attention"], p, room)[:, 7]
+    for lane, (full, kept) in enumerate(zip((x for c in whole.ctas for x in c.lanes), (x for c in cut.ctas for x in c.lanes))):
+        assert kept.spans == full.spans[: len(kept.spans)] and (kept.dropped > 0) == (len(kept.spans) < len(full.spans))
+        words_read = int(noted[lane]) - kept.dropped
+        assert words_read <= room - longest
+        assert not kept.dropped or words_read > room - 2 * longest  # it stops where the longest run might not have room
     for full, kept in zip((x for c in whole.ctas for x in c.products), (x for c in cut.ctas for x in c.products)):
         assert kept.spans == full.spans[: len(kept.spans)]  # what had no end in time is not shown
     assert measure(cut).dropped == cut.dropped
@@ -379,10 +446,11 @@ def test_damage_is_named() -> None:
     lanes = TRACE_CTAS * len(instances_of(p.kernels[0]))
     cases = {
         r"words: 7 words, the trace of kernel attention has \d+": words[:7],
-        r"consumer 0 of CTA 0 never came to its end": damaged(lambda w: headers(w, p)[1, 4:].fill(0xFFFFFFFF)),
-        r"mark 0 of producer in CTA 0 has code 1023": damaged(lambda w: w[1:2].fill(1023 << ARGUMENT_BITS)),
-        r"mark 0 of consumer 0 in CTA 0 has code 0": damaged(lambda w: w[3:4].fill(0)),
-        r"ran for \d+ ns, too short": damaged(lambda w: headers(w, p)[:, 4:6].__setitem__(..., headers(w, p)[:, 0:2])),
+        r"consumer 0 of CTA 0 never came to its end": damaged(lambda w: headers_of(w, p)[1, 4:].fill(0xFFFFFFFF)),
+        r"mark 0 of producer in CTA 0 has code 1023": damaged(lambda w: first_word(w, p, 0).fill(1023 << ARGUMENT_BITS)),
+        r"mark 0 of consumer 0 in CTA 0 has code 0": damaged(lambda w: first_word(w, p, 1).fill(0)),
+        r"consumer 1 in CTA 0 ends within a run of marks": damaged(lambda w: headers_of(w, p)[2, 7:].__isub__(1)),
+        r"ran for \d+ ns, too short": damaged(lambda w: headers_of(w, p)[:, 4:6].__setitem__(..., headers_of(w, p)[:, 0:2])),
     }
     assert lanes == 16
     for message, bad in cases.items():
