@@ -114,6 +114,8 @@ class Mark(st.Step):
     """The same word, counted backwards from where the lane's next run begins, as known then: that is the run itself until it is told."""
     tells: Told | None = None
     """Noted after its clock."""
+    joint: bool = False
+    """The last one of a vote's side: both sides make theirs behind the vote, in the same word, since there it is one instruction less."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,7 @@ def _of_last_tile(step: st.Step) -> bool:
 
 class _Placer:
     """Joins a role's marks to runs: in one block, with no loop, condition or way out between them that has marks of its own. A vote may
-    have: the marks of either side go on with the run, in the same words."""
+    have: the marks of either side go on with the run, in the same words, and the last ones are one."""
 
     def __init__(self, role: str, runs: dict[int, Run]):
         self._role, self._runs = role, runs
@@ -276,7 +278,8 @@ class _Placer:
                 for side in sides:
                     side.append(mark)
             elif isinstance(step, st.Vote):
-                usual, other = _side(step.orelse, slot, words), _side(step.then, slot, words)
+                end = slot + _words(step)
+                usual, other = _side(step.orelse, slot, end, words), _side(step.then, slot, end, words)
                 code = _own_marks(other)[0].code
                 other = _renaming(other, Told(code, argument, variable, words, 0))
                 steps[i] = replace(step, then=other, orelse=usual)
@@ -289,15 +292,12 @@ class _Placer:
             self._runs[code] = Run(self._role, words, tuple(side))
 
 
-def _side(body: st.Body, slot: int, words: int) -> st.Body:
-    """Of a vote, in a run of `words` that has been told: its marks from word `slot` on."""
-    out = list[st.Step]()
-    for step in body:
-        if isinstance(step, Mark):
-            step = replace(step, slot=slot, at=words - slot)
-            slot += 1
-        out.append(step)
-    return tuple(out)
+def _side(body: st.Body, slot: int, end: int, words: int) -> st.Body:
+    """Of a vote, in a run of `words` that has been told: its marks from word `slot` on, the last one in front of word `end`."""
+    marks = _own_marks(body)
+    slots = {id(m): i for i, m in zip([*range(slot, slot + len(marks) - 1), end - 1], marks)}
+    placed = {id(m): replace(m, slot=i, at=words - i, joint=m is marks[-1]) for m, i in ((m, slots[id(m)]) for m in marks)}
+    return tuple(placed.get(id(step), step) for step in body)
 
 
 def _renaming(body: st.Body, told: Told) -> st.Body:
@@ -333,9 +333,10 @@ def _marks_in(step: st.Step) -> tuple[Mark, ...]:
 
 
 def _is_fork(step: st.Step) -> bool:
-    """A vote both sides of which make marks, in no deeper block."""
-    sides = [_own_marks(body) for _, body in st.bodies(step)] if isinstance(step, st.Vote) else []
-    return bool(sides) and all(sides) and sum(map(len, sides)) == len(_marks_in(step))
+    """A vote both sides of which end with a mark, and make marks in no deeper block."""
+    sides = [body for _, body in st.bodies(step)] if isinstance(step, st.Vote) else []
+    ends = bool(sides) and all(body and isinstance(body[-1], Mark) for body in sides)
+    return ends and sum(len(_own_marks(body)) for body in sides) == len(_marks_in(step))
 
 
 def _is_tile(step: st.Step) -> bool:

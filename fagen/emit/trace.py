@@ -57,9 +57,15 @@ def instrument(kernel: KernelPlan) -> KernelPlan:
 def _with_tells(body: st.Body) -> Iterator[st.Step]:
     for step in body:
         inner: dict[str, Any] = {n: tuple(_with_tells(b)) for n, b in st.bodies(step)}
-        yield replace(step, **inner) if inner else step
+        if not (isinstance(step, trace.Mark) and step.joint):
+            yield replace(step, **inner) if inner else step
         if isinstance(step, trace.Mark) and step.tells is not None:
             yield Tell(told=step.tells)
+        if isinstance(step, st.Vote) and (
+            joint := [b[-1] for _, b in st.bodies(step) if isinstance(b[-1], trace.Mark) and b[-1].joint]
+        ):
+            other, usual = joint
+            yield replace(usual, what=f"{usual.what} or {other.what}", name=f"{usual.name} or {other.name}")
 
 
 # views ------------------------------------------------------------------------------------------------------------------
@@ -76,8 +82,7 @@ def _place(x: Scope) -> View:
         "ctas": TRACE_CTAS,
         "lanes": lanes,
         "all": lanes * TRACE_WORDS,
-        "top": lanes * (TRACE_WORDS - 1),
-        "room": lanes * (_longest_run(x.kernel) - 1),
+        "first": lanes * (TRACE_WORDS - _longest_run(x.kernel)),
         "header_words": TRACE_HEADER_WORDS,
     }
 
@@ -96,7 +101,6 @@ def _end(name: str) -> Callable[[Any, Scope], tuple[str, View]]:
     def make(s: StartLane | FinishLane, x: Scope) -> tuple[str, View]:
         values = _place(x)
         x.helpers.need("trace/lane", values)
-        x.helpers.need("trace/has_room", values)
         return _template(name, x), values | {"lane": x.c(s.lane)}
 
     return make
@@ -107,15 +111,20 @@ def _bytes(words: int, x: Scope) -> int:
     return 4 * words * TRACE_CTAS * len(trace.instances_of(x.kernel))
 
 
+def _word(at: int, x: Scope) -> int:
+    """Bytes from a lane's place, which is the last word that its next run would have if it were the longest, to a word of that run."""
+    return _bytes(_longest_run(x.kernel) - 1 + at, x)
+
+
 def _mark(s: trace.Mark, x: Scope) -> tuple[str, View]:
     about = f"{s.what}: {s.name}" if s.group else s.what
-    return _template("mark", x), _place(x) | {"at": _bytes(s.at, x), "about": about}
+    return _template("mark", x), _place(x) | {"word": _word(s.at, x), "about": about}
 
 
 def _tell(s: Tell, x: Scope) -> tuple[str, View]:
     told, value = s.told, f"{s.told.code << trace.ARGUMENT_BITS:#x}u"
     return _template("next_run" if told.words else "tell", x), _place(x) | {
-        "at": _bytes(told.at, x),
+        "word": _word(told.at, x),
         "run": _bytes(told.words, x),
         "value": f"{value} + {x.c(told.argument)}" if told.variable else value,
     }

@@ -108,7 +108,7 @@ def test_a_trace_plan_is_the_same_program_with_a_buffer(name: str) -> None:
 def test_a_normal_build_has_none_of_it(name: str) -> None:
     schedule, changes = SCHEDULES[name]
     text = emit(plan(*fagen.load(schedule, **changes))).text
-    assert not re.search(r"trace|\bmark|clock|globaltimer|smid", text)
+    assert not re.search(r"trace|\bmark|clock|globaltimer|smid|lane_place|lane_room", text)  # none of its names means anything else
 
 
 def test_every_step_kind_is_known() -> None:
@@ -191,18 +191,18 @@ def test_the_code_carries_the_codes(name: str) -> None:
     for kernel in planned(name).kernels:
         body = text[text.index(f"\n{kernel.name}(") :]
         body = body[: body.index("\n}\n")]
-        lanes = TRACE_CTAS * len(instances_of(kernel))
+        stride, last = 4 * TRACE_CTAS * len(instances_of(kernel)), longest_run(kernel) - 1
         marks = [m for _, m in marks_of(kernel)]
         lines = re.findall(r"\bmark(?:_shared)?<(-?\d+)>\(.*?\);  // (.*)", body)
-        assert [int(at) for at, _ in lines] == [4 * lanes * m.at for m in marks]
-        told = re.findall(r"\b(next_run|next_run_shared|note)<(-?\d+)>\(.*?(0x[0-9a-f]+)u(?: \+ (\w+))?\);", body)
-        assert [(int(code, 16) >> ARGUMENT_BITS, variable) for _, _, code, variable in told] == [
-            (m.tells.code, m.tells.variable) for m in marks if m.tells
+        joint = [m for m in marks if m.joint]  # by twos: of `then`, of `orelse`
+        groups = [(m, joint[k - 1]) if (k := joint.index(m) if m.joint else 0) % 2 else (m,) for m in marks if m not in joint[::2]]
+        assert [int(word) for word, _ in lines] == [stride * (last + m.at) for m, *_ in groups]
+        for (_, comment), of in zip(lines, groups):
+            assert all(m.what in comment and all(s.id in comment for s in m.group) for m in of) and len({m.slot for m in of}) == 1
+        told = re.findall(r"\b(?:next_run|next_run_shared|note)<(\d+)(?:, (\d+))?>\(.*?(0x[0-9a-f]+)u(?: \+ (\w+))?\);", body)
+        assert [(int(w), int(run or 0), int(code, 16) >> ARGUMENT_BITS, variable) for w, run, code, variable in told] == [
+            (stride * (last + t.at), stride * t.words, t.code, t.variable) for t in (m.tells for m in marks) if t
         ]
-        for (function, number, _, _), t in zip(told, (m.tells for m in marks if m.tells)):
-            assert int(number) == 4 * lanes * (t.at if function == "note" else t.words) and (function == "note") == (t.words == 0)
-        for (_, comment), m in zip(lines, marks):
-            assert comment.startswith(m.what) and all(s.id in comment for s in m.group)
         ends = len(re.findall(r"\bstart_lane<", body)), len(re.findall(r"\bfinish_lane<", body))
         assert ends == (len(kernel.roles),) * 2
 
