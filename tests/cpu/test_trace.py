@@ -207,22 +207,51 @@ def test_the_code_carries_the_codes(name: str) -> None:
         assert ends == (len(kernel.roles),) * 2
 
 
+TUNED = {"parallelism": "persistent_static", "overlap": "within", "reference": "stale", "tile_kv": 128}
+"""Of the tuned schedule for head_dim 128, full, to fa3."""
+
+
 @cache
-def compiled(schedule: str, trace: bool) -> Built:
-    p = plan(*fagen.load(schedule), trace=trace)
+def compiled(schedule: str, trace: bool, **changes: Any) -> Built:
+    p = plan(*fagen.load(schedule, **changes), trace=trace)
     return build(p, emit(p, schedule))  # raises where a promise is broken: counts, serialised products, advisories
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize("schedule", ["fa3", "fa3_fp8", "fa2"])
+@pytest.mark.parametrize("schedule", ["fa3", "fa3_fp8", "fa2", "fa1", "standard"])
 def test_a_trace_build_keeps_the_promises_and_hardly_spills(schedule: str) -> None:
-    (k,) = compiled(schedule, True).report.kernels
     allowed = SPILL_BYTES if schedule == "fa3_fp8" else 0  # its transposing warps have no register to spare
-    assert max(k.spill_stores, k.spill_loads, k.stack_bytes) <= allowed
-    assert k.serialised is False or not any(n in k.expected and k.expected[n] for n in ("HGMMA", "QGMMA"))
-    (normal,) = compiled(schedule, False).report.kernels
-    assert k.expected == normal.expected
-    assert set(k.differing) <= ({"STL", "LDL"} if allowed else set())
+    kernels = compiled(schedule, True).report.kernels
+    assert len(kernels) == (3 if schedule == "standard" else 1)
+    for k, normal in zip(kernels, compiled(schedule, False).report.kernels):
+        assert max(k.spill_stores, k.spill_loads, k.stack_bytes) <= allowed
+        assert k.serialised is False or not any(n in k.expected and k.expected[n] for n in ("HGMMA", "QGMMA"))
+        assert k.expected == normal.expected
+        assert set(k.differing) <= ({"STL", "LDL"} if allowed else set())
+
+
+def steady_loop(built: Built) -> list[sass.Instruction]:
+    """The shortest loop with products. A jump back without a condition ends another try of a wait, which stands behind everything."""
+    code = (sass.disassemble(built.cubin) or {})["attention"]
+    loops = [code[x.target : i + 1] for i, x in enumerate(code) if x.predicate and x.target is not None and x.target <= i]
+    return list(min((c for c in loops if any(x.is_wgmma for x in c)), key=len))
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("changes", [{}, TUNED], ids=["fa3", "tuned"])
+def test_a_mark_is_a_clock_and_a_store(changes: dict[str, Any]) -> None:
+    """In the loop over key blocks: two instructions a mark, and few for the run that the block is. What a trace costs follows from that."""
+    normal, traced = (steady_loop(compiled("fa3", trace, **changes)) for trace in (False, True))
+    (kernel,) = compiled("fa3", True, **changes).plan.kernels
+    (consumer,) = (r for r in marked(kernel).roles if r.name == "consumer")
+    (loop,) = (s for s in st.walk(consumer.body) if isinstance(s, st.Loop) and s.var == "j")
+    marks = [s for s in st.walk(loop.body) if isinstance(s, Mark)]
+    clocks = len(marks) - sum(m.joint for m in marks) // 2  # both sides of a vote share their last one
+    told = sum(m.tells is not None for m in marks)
+    count = {op: sum(x.base == op for x in traced) - sum(x.base == op for x in normal) for op in ("CS2R", "STG")}
+    assert count == {"CS2R": clocks, "STG": clocks + told}
+    assert len(traced) - len(normal) <= 2 * clocks + 14
+    assert all(x.predicate for x in traced if x.base == "STG")  # no thread takes a way of its own
 
 
 @needs_nvdisasm
@@ -242,7 +271,7 @@ def test_the_machine_code_keeps_the_order_of_the_marks(schedule: str, batch: int
 
 @needs_nvdisasm
 def test_a_spill_above_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = plan(*fagen.load("fa3", head_dim=256, reference="stale", tile_kv=80), trace=True)
+    p = planned("fa3_fp8")
     source = emit(p, "spilling")
     (k,) = build(p, source).report.kernels
     assert 0 < max(k.spill_stores, k.spill_loads, k.stack_bytes) <= 48
