@@ -32,7 +32,7 @@ from .plan import steps as st
 from .plan.expr import Expr, as_expr, sym
 from .plan.kernel import KernelPlan
 
-SPILL_BYTES = 48
+SPILL_BYTES = 64
 """What `compile.build` allows a trace build (`allow_spill_bytes`): most do not spill at all."""
 
 CODE_BITS, ARGUMENT_BITS = 10, 22

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -68,9 +69,9 @@ def planned(name: str) -> Plan:
 
 
 @cache
-def traced(name: str, problem: CheckProblem = PROBLEM) -> tuple[KernelTrace, ...]:
+def traced(name: str, problem: CheckProblem = PROBLEM, turned: bool = False) -> tuple[KernelTrace, ...]:
     p = planned(name)
-    launches, words = simulated(p, problem)
+    launches, words = simulated(p, problem, turned=turned)
     return tuple(read(p, launch, words[launch.name]) for launch in launches)
 
 
@@ -271,10 +272,10 @@ def test_the_machine_code_keeps_the_order_of_the_marks(schedule: str, batch: int
 
 @needs_nvdisasm
 def test_a_spill_above_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    p = planned("fa3_fp8")
+    p = plan(*fagen.load("fa3", head_dim=256, reference="stale", tile_kv=80), trace=True)
     source = emit(p, "spilling")
     (k,) = build(p, source).report.kernels
-    assert 0 < max(k.spill_stores, k.spill_loads, k.stack_bytes) <= 48
+    assert 0 < max(k.spill_stores, k.spill_loads, k.stack_bytes) <= SPILL_BYTES
     monkeypatch.setattr("fagen.trace.SPILL_BYTES", 0)
     with pytest.raises(CompileError, match="bytes of spill"):
         build(p, source)
@@ -346,6 +347,25 @@ def test_what_belongs_to_the_tile_before_is_told_so() -> None:
         order = [(s.name, s.tile) for s in lane.spans if s.name in ("qk", "pv", "store_row_lse")]
         at = order.index(("qk", second))
         assert order[at + 1 : at + 3] == [("pv", first), ("store_row_lse", first)]
+
+
+def test_either_side_of_a_vote_is_read() -> None:
+    """Scores that grow in the order of the walk take the exact side in every block, random ones the other; a block's other marks are the same."""
+    steps = {}
+    for inputs in ("normal", "growing"):
+        (trace,) = traced(
+            "stale, fused", replace(PROBLEM, inputs=inputs), turned=True
+        )  # a kernel walks from the last key to the first
+        spans = [s for cta in trace.ctas for lane in cta.lanes[1:] for s in lane.spans if ".steady." in s.step]
+        steps[inputs] = Counter(s.step.split(".steady.")[1] for s in spans)
+    exact = {"exact.online_softmax", "exact.pack", "exact.mma_wait", "exact.rescale"}
+    normal, growing = steps["normal"], steps["growing"]
+    assert {s for s in normal if s.startswith("exact")} == {"exact.else.mma_wait"}
+    assert {s for s in growing if s.startswith("exact")} >= exact and len({growing[s] for s in exact}) == 1
+    assert growing["exact.pack"] > growing["exact.else.mma_wait"]
+    for counts in (normal, growing):
+        assert counts["exact.pack"] + counts["exact.else.mma_wait"] == counts["qk"]
+    assert all(growing[s] == n for s, n in normal.items() if not s.startswith("exact"))
 
 
 def test_a_product_is_in_flight_from_its_issue_to_its_wait() -> None:

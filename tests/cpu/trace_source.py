@@ -53,9 +53,9 @@ def _noting(found: Noted, seed: int) -> Iterator[list[str]]:
 
 
 def simulated(
-    plan: Plan, problem: CheckProblem, num_sms: int = 2, first: int = 0, seed: int = 0
+    plan: Plan, problem: CheckProblem, num_sms: int = 2, first: int = 0, seed: int = 0, turned: bool = False
 ) -> tuple[tuple[KernelLaunch, ...], dict[str, Any]]:
-    """The launches of a trace plan, and for each kernel the words that it would leave behind."""
+    """The launches of a trace plan, and for each kernel the words that it would leave behind. `turned`: the keys from last to first."""
     found: Noted = {}
     case = make_case(plan.attention, plan.schedule, problem, seed=seed)
     with _noting(found, seed) as kernel:
@@ -71,7 +71,8 @@ def simulated(
         instance.Instance.__init__ = init  # type: ignore[method-assign]
         try:
             whole = replace(plan, kernels=tuple(roles.values()))
-            simulate(plan.attention, plan.schedule, case.q, case.k, case.given_v, plan=whole, num_sms=num_sms, seed=seed)
+            k = case.k[:, ::-1] if turned else case.k
+            simulate(plan.attention, plan.schedule, case.q, k, case.given_v, plan=whole, num_sms=num_sms, seed=seed)
         finally:
             instance.Instance.__init__ = original  # type: ignore[method-assign]
     strides = contiguous(plan.attention, problem, plan.schedule.v_transposed)
