@@ -83,7 +83,7 @@ def test_where_products_stand_still_the_softmax_is_not_under_its_own(device: Any
 def test_what_has_no_room_is_counted(device: Any, tmp_path: Path) -> None:
     """Small key blocks fill a lane: what is kept is whole, and behind it there is no room for the longest run."""
     changes = {"head_dim": 64, "tile_q": 128, "consumers": 2, "tile_kv": 32}
-    found = traced("fa3", Problem(1, 16384, 65536, 8, 1), tmp_path, **changes).traced[0]
+    found = traced("fa3", Problem(1, 32768, 65536, 8, 1), tmp_path, **changes).traced[0]
     assert found.same_bits
     (trace,) = found.kernels
     (kernel,) = plan(*fagen.load("fa3", **changes), trace=True).kernels
