@@ -205,7 +205,9 @@ def _warn(entry: dict[str, Any], normal: Built) -> None:
         common.note(f"warning: {title}: tracing costs {cost['median']:.1%}, above {MOST_OVERHEAD:.0%}; read its times with care")
     for m in entry["traces"]:
         if m["dropped"]:
-            common.note(f"warning: {title}: no room for {m['dropped']} marks at the end; a smaller --shape is recorded whole")
+            common.note(
+                f"warning: {title}: no room for the last {m['dropped']} words of marks; a smaller --shape is recorded whole"
+            )
     for k in normal.report.kernels:
         for fault in (f for f in k.faults if f.startswith("early-wait")):
             common.note(

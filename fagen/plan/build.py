@@ -13,9 +13,9 @@ from . import barriers, ladder, memory, quantised, registers, rules, scales
 from .expr import Expr, as_expr, maximum, sym
 from .kernel import (
     TRACE_CTAS,
-    TRACE_EVENTS,
     TRACE_HEADER_WORDS,
     TRACE_NOTE,
+    TRACE_WORDS,
     KernelPlan,
     Param,
     Plan,
@@ -198,15 +198,15 @@ def _with_debug(kernel: KernelPlan) -> KernelPlan:
 
 
 def _trace_words(kernel: KernelPlan) -> int:
-    """Of a trace buffer: the marks of all lanes, then a few words of each lane (see `fagen.trace`)."""
-    return TRACE_CTAS * sum(r.count for r in kernel.roles) * (2 * TRACE_EVENTS + TRACE_HEADER_WORDS)
+    """Of a trace buffer: what all lanes noted, then a few words of each lane (see `fagen.trace`)."""
+    return TRACE_CTAS * sum(r.count for r in kernel.roles) * (TRACE_WORDS + TRACE_HEADER_WORDS)
 
 
 def _with_trace(kernel: KernelPlan) -> KernelPlan:
     """The trace buffer, the first CTA to record, and (where a single thread is a role) a place in shared memory for what it has no
     registers for."""
     if any(r.elect for r in kernel.roles):
-        note = Smem(TRACE_NOTE, 1, 4, "i32", 1, swizzle="none", offset=-(-kernel.smem_bytes // 16) * 16)
+        note = Smem(TRACE_NOTE, 1, 2, "i32", 1, swizzle="none", offset=-(-kernel.smem_bytes // 16) * 16)
         kernel = replace(kernel, smem=(*kernel.smem, note), smem_bytes=note.offset + note.tile_bytes)
     name = trace_buffer(kernel.name)
     return replace(

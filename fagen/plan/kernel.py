@@ -43,10 +43,10 @@ class Problem:
         return f"{self.batch},{self.hq},{self.hkv},{self.sq},{self.sk}"
 
 
-TRACE_CTAS, TRACE_EVENTS = 4, 65536
-"""What a trace build records (see `fagen.trace`): so many CTAs, and so many marks of each of their role instances."""
+TRACE_CTAS, TRACE_WORDS = 4, 131072
+"""What a trace build records (see `fagen.trace`): so many CTAs, and so many words of each of their role instances."""
 TRACE_HEADER_WORDS = 8
-"""Of a lane in a trace buffer, behind the marks of all lanes."""
+"""Of a lane in a trace buffer, behind what all lanes noted."""
 TRACE_NOTE = "lane"
 """The tile in shared memory where an elected thread keeps its place in the trace buffer."""
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import re
 from collections import Counter
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -184,6 +186,19 @@ def stuck(plan: Plan) -> list[int]:
     words[12] = 1 + index(plan, "consumer.tiles.tile.sync_order")
     words[13] = 1 + index(plan, STUCK)
     return words
+
+
+def test_the_steps_that_the_gpu_tests_leave_out_exist() -> None:
+    """They are named by their ids, which a change of the program changes; those tests run on a device only."""
+    path = Path(__file__).parents[1] / "gpu" / "test_debug_gpu.py"
+    spec = importlib.util.spec_from_file_location("debug_gpu", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert len(module.HANGS) == 3
+    for dropped, _ in module.HANGS:
+        (kernel,) = module.broken(dropped).kernels  # asserts that there is such a step
+        assert not any(s.id == dropped for r in kernel.roles for s in walk(r.body))
 
 
 def test_a_record_says_who_waits_for_what() -> None:

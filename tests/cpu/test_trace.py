@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -25,8 +26,20 @@ from fagen.oracle import CheckProblem
 from fagen.plan import Plan, plan
 from fagen.plan import quantise_steps as qs
 from fagen.plan import steps as st
-from fagen.plan.kernel import TRACE_CTAS, TRACE_EVENTS, TRACE_HEADER_WORDS, TRACE_NOTE
-from fagen.trace import ARGUMENT_BITS, KINDS, SILENT, SPILL_BYTES, Mark, instances_of, kind_of, marked, marks_of
+from fagen.plan.kernel import TRACE_CTAS, TRACE_HEADER_WORDS, TRACE_NOTE, TRACE_WORDS
+from fagen.trace import (
+    ARGUMENT_BITS,
+    KINDS,
+    SILENT,
+    SPILL_BYTES,
+    Mark,
+    instances_of,
+    kind_of,
+    longest_run,
+    marked,
+    marks_of,
+    runs_of,
+)
 
 needs_nvdisasm = pytest.mark.skipif(sass.nvdisasm() is None, reason=f"no nvdisasm: {sass.INSTALL}")
 
@@ -56,9 +69,9 @@ def planned(name: str) -> Plan:
 
 
 @cache
-def traced(name: str, problem: CheckProblem = PROBLEM) -> tuple[KernelTrace, ...]:
+def traced(name: str, problem: CheckProblem = PROBLEM, turned: bool = False) -> tuple[KernelTrace, ...]:
     p = planned(name)
-    launches, words = simulated(p, problem)
+    launches, words = simulated(p, problem, turned=turned)
     return tuple(read(p, launch, words[launch.name]) for launch in launches)
 
 
@@ -90,13 +103,13 @@ def test_a_trace_plan_is_the_same_program_with_a_buffer(name: str) -> None:
         assert [s.name for s in k.smem if s not in n.smem] == ([TRACE_NOTE] if elected else [])
         assert k.smem_bytes <= p.target.smem_bytes
         space = next(w for w in p.workspaces if w.name == f"trace_{k.name}")
-        assert space.count.eval({}) == TRACE_CTAS * len(instances_of(k)) * (2 * TRACE_EVENTS + TRACE_HEADER_WORDS)
+        assert space.count.eval({}) == TRACE_CTAS * len(instances_of(k)) * (TRACE_WORDS + TRACE_HEADER_WORDS)
 
 
 def test_a_normal_build_has_none_of_it(name: str) -> None:
     schedule, changes = SCHEDULES[name]
     text = emit(plan(*fagen.load(schedule, **changes))).text
-    assert not re.search(r"trace|\bmark|clock|globaltimer|smid", text)
+    assert not re.search(r"trace|\bmark|clock|globaltimer|smid|lane_place|lane_room", text)  # none of its names means anything else
 
 
 def test_every_step_kind_is_known() -> None:
@@ -135,6 +148,42 @@ def test_few_marks_a_block() -> None:
     assert {n: len(m) for n, m in steady.items()} == {"producer": 4, "consumer": 9}
 
 
+def test_runs_are_what_follows_without_a_jump(name: str) -> None:
+    """Walked through by hand: in every block a run goes on until a step in between could make other marks, and its words are told apart."""
+    for kernel in planned(name).kernels:
+        runs, marks = runs_of(kernel), [m for _, m in marks_of(kernel)]
+        assert {m.code for run in runs.values() for m in run.marks} == {m.code for m in marks}
+        assert {m.tells.code for m in marks if m.tells} == set(runs)
+        assert longest_run(kernel) == max(run.words for run in runs.values())
+        for code, run in runs.items():
+            slots = [m.slot for m in run.marks]
+            assert slots == sorted(set(slots)) and slots[0] == 1 and max(slots) < run.words
+            told = [k for k, m in enumerate(run.marks) if m.tells and m.tells.words]
+            assert len(told) == 1 and run.marks[told[0]].tells.words == run.words
+            for k, m in enumerate(run.marks):  # a place is passed on where the run is told
+                assert m.at == (run.words if k > told[0] else 0) - m.slot
+            names = [m.tells.code for m in run.marks if m.tells]
+            assert names[-1] == code
+            if len(names) == 2:  # the other side of a vote changes the name of the run, once its place is passed on
+                assert [m.tells.at for m in run.marks if m.tells] == [0, run.words] and names[0] == run.marks[0].code
+            variables = {m.variable for m in run.marks} - {""}
+            assert len(variables) <= 1 and {m.tells.variable for m in run.marks if m.tells} == (variables or {""})
+            first_named = next((k for k, m in enumerate(run.marks) if m.variable), 0)
+            assert told[0] >= first_named and sum(m.what == "tile" for m in run.marks) <= 1
+
+
+def test_the_steady_loop_is_one_run() -> None:
+    """Of the tuned kind too, whose softmax has a vote: what a block's marks cost depends on it."""
+    for name in ("fa3", "stale, fused"):
+        (kernel,) = planned(name).kernels
+        for role in marked(kernel).roles:
+            loops = [s for s in st.walk(role.body) if isinstance(s, st.Loop) and s.var == "j"]
+            assert loops
+            for loop in loops:
+                told = [m.tells.words for m in st.walk(loop.body) if isinstance(m, Mark) and m.tells]
+                assert len([w for w in told if w]) == 1, role.name
+
+
 # ------------------------------------------------------------------------------------------------------------ the code
 
 
@@ -143,31 +192,67 @@ def test_the_code_carries_the_codes(name: str) -> None:
     for kernel in planned(name).kernels:
         body = text[text.index(f"\n{kernel.name}(") :]
         body = body[: body.index("\n}\n")]
-        lines = re.findall(r"\bmark(?:_shared)?\(.*?(0x[0-9a-f]+)u(?: \+ (\w+))?\);  // (.*)", body)
+        stride, last = 4 * TRACE_CTAS * len(instances_of(kernel)), longest_run(kernel) - 1
         marks = [m for _, m in marks_of(kernel)]
-        assert [(int(code, 16) >> ARGUMENT_BITS, variable) for code, variable, _ in lines] == [(m.code, m.variable) for m in marks]
-        for (_, _, comment), m in zip(lines, marks):
-            assert comment.startswith(m.what) and all(s.id in comment for s in m.group)
-        ends = len(re.findall(r"\bstart_(?:shared_)?lane", body)), len(re.findall(r"\bfinish_(?:shared_)?lane", body))
+        lines = re.findall(r"\bmark(?:_shared)?<(-?\d+)>\(.*?\);  // (.*)", body)
+        joint = [m for m in marks if m.joint]  # by twos: of `then`, of `orelse`
+        groups = [(m, joint[k - 1]) if (k := joint.index(m) if m.joint else 0) % 2 else (m,) for m in marks if m not in joint[::2]]
+        assert [int(word) for word, _ in lines] == [stride * (last + m.at) for m, *_ in groups]
+        for (_, comment), of in zip(lines, groups):
+            assert all(m.what in comment and all(s.id in comment for s in m.group) for m in of) and len({m.slot for m in of}) == 1
+        told = re.findall(r"\b(?:next_run|next_run_shared|note)<(\d+)(?:, (\d+))?>\(.*?(0x[0-9a-f]+)u(?: \+ (\w+))?\);", body)
+        assert [(int(w), int(run or 0), int(code, 16) >> ARGUMENT_BITS, variable) for w, run, code, variable in told] == [
+            (stride * (last + t.at), stride * t.words, t.code, t.variable) for t in (m.tells for m in marks) if t
+        ]
+        ends = len(re.findall(r"\bstart_lane<", body)), len(re.findall(r"\bfinish_lane<", body))
         assert ends == (len(kernel.roles),) * 2
 
 
+TUNED = {"parallelism": "persistent_static", "overlap": "within", "reference": "stale", "tile_kv": 128}
+"""Of the tuned schedule for head_dim 128, full, to fa3."""
+
+
 @cache
-def compiled(schedule: str, trace: bool) -> Built:
-    p = plan(*fagen.load(schedule), trace=trace)
+def compiled(schedule: str, trace: bool, **changes: Any) -> Built:
+    p = plan(*fagen.load(schedule, **changes), trace=trace)
     return build(p, emit(p, schedule))  # raises where a promise is broken: counts, serialised products, advisories
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize("schedule", ["fa3", "fa3_fp8", "fa2"])
+@pytest.mark.parametrize("schedule", ["fa3", "fa3_fp8", "fa2", "fa1", "standard"])
 def test_a_trace_build_keeps_the_promises_and_hardly_spills(schedule: str) -> None:
-    (k,) = compiled(schedule, True).report.kernels
     allowed = SPILL_BYTES if schedule == "fa3_fp8" else 0  # its transposing warps have no register to spare
-    assert max(k.spill_stores, k.spill_loads, k.stack_bytes) <= allowed
-    assert k.serialised is False or not any(n in k.expected and k.expected[n] for n in ("HGMMA", "QGMMA"))
-    (normal,) = compiled(schedule, False).report.kernels
-    assert k.expected == normal.expected
-    assert set(k.differing) <= ({"STL", "LDL"} if allowed else set())
+    kernels = compiled(schedule, True).report.kernels
+    assert len(kernels) == (3 if schedule == "standard" else 1)
+    for k, normal in zip(kernels, compiled(schedule, False).report.kernels):
+        assert max(k.spill_stores, k.spill_loads, k.stack_bytes) <= allowed
+        assert k.serialised is False or not any(n in k.expected and k.expected[n] for n in ("HGMMA", "QGMMA"))
+        assert k.expected == normal.expected
+        assert set(k.differing) <= ({"STL", "LDL"} if allowed else set())
+
+
+def steady_loop(built: Built) -> list[sass.Instruction]:
+    """The shortest loop with products. A jump back without a condition ends another try of a wait, which stands behind everything."""
+    code = (sass.disassemble(built.cubin) or {})["attention"]
+    loops = [code[x.target : i + 1] for i, x in enumerate(code) if x.predicate and x.target is not None and x.target <= i]
+    return list(min((c for c in loops if any(x.is_wgmma for x in c)), key=len))
+
+
+@needs_nvdisasm
+@pytest.mark.parametrize("changes", [{}, TUNED], ids=["fa3", "tuned"])
+def test_a_mark_is_a_clock_and_a_store(changes: dict[str, Any]) -> None:
+    """In the loop over key blocks: two instructions a mark, and few for the run that the block is. What a trace costs follows from that."""
+    normal, traced = (steady_loop(compiled("fa3", trace, **changes)) for trace in (False, True))
+    (kernel,) = compiled("fa3", True, **changes).plan.kernels
+    (consumer,) = (r for r in marked(kernel).roles if r.name == "consumer")
+    (loop,) = (s for s in st.walk(consumer.body) if isinstance(s, st.Loop) and s.var == "j")
+    marks = [s for s in st.walk(loop.body) if isinstance(s, Mark)]
+    clocks = len(marks) - sum(m.joint for m in marks) // 2  # both sides of a vote share their last one
+    told = sum(m.tells is not None for m in marks)
+    count = {op: sum(x.base == op for x in traced) - sum(x.base == op for x in normal) for op in ("CS2R", "STG")}
+    assert count == {"CS2R": clocks, "STG": clocks + told}
+    assert len(traced) - len(normal) <= 2 * clocks + 14
+    assert all(x.predicate for x in traced if x.base == "STG")  # no thread takes a way of its own
 
 
 @needs_nvdisasm
@@ -190,7 +275,7 @@ def test_a_spill_above_the_limit_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
     p = plan(*fagen.load("fa3", head_dim=256, reference="stale", tile_kv=80), trace=True)
     source = emit(p, "spilling")
     (k,) = build(p, source).report.kernels
-    assert 0 < max(k.spill_stores, k.spill_loads, k.stack_bytes) <= 48
+    assert 0 < max(k.spill_stores, k.spill_loads, k.stack_bytes) <= SPILL_BYTES
     monkeypatch.setattr("fagen.trace.SPILL_BYTES", 0)
     with pytest.raises(CompileError, match="bytes of spill"):
         build(p, source)
@@ -262,6 +347,25 @@ def test_what_belongs_to_the_tile_before_is_told_so() -> None:
         order = [(s.name, s.tile) for s in lane.spans if s.name in ("qk", "pv", "store_row_lse")]
         at = order.index(("qk", second))
         assert order[at + 1 : at + 3] == [("pv", first), ("store_row_lse", first)]
+
+
+def test_either_side_of_a_vote_is_read() -> None:
+    """Scores that grow in the order of the walk take the exact side in every block, random ones the other; a block's other marks are the same."""
+    steps = {}
+    for inputs in ("normal", "growing"):
+        (trace,) = traced(
+            "stale, fused", replace(PROBLEM, inputs=inputs), turned=True
+        )  # a kernel walks from the last key to the first
+        spans = [s for cta in trace.ctas for lane in cta.lanes[1:] for s in lane.spans if ".steady." in s.step]
+        steps[inputs] = Counter(s.step.split(".steady.")[1] for s in spans)
+    exact = {"exact.online_softmax", "exact.pack", "exact.mma_wait", "exact.rescale"}
+    normal, growing = steps["normal"], steps["growing"]
+    assert {s for s in normal if s.startswith("exact")} == {"exact.else.mma_wait"}
+    assert {s for s in growing if s.startswith("exact")} >= exact and len({growing[s] for s in exact}) == 1
+    assert growing["exact.pack"] > growing["exact.else.mma_wait"]
+    for counts in (normal, growing):
+        assert counts["exact.pack"] + counts["exact.else.mma_wait"] == counts["qk"]
+    assert all(growing[s] == n for s, n in normal.items() if not s.startswith("exact"))
 
 
 def test_a_product_is_in_flight_from_its_issue_to_its_wait() -> None:
@@ -349,20 +453,32 @@ def buffer() -> tuple[Plan, Any, Any]:
     return p, launch, words["attention"]
 
 
-def headers(words: Any, p: Plan) -> Any:
+def headers_of(words: Any, p: Plan, room: int = TRACE_WORDS) -> Any:
     lanes = TRACE_CTAS * len(instances_of(p.kernels[0]))
-    return words[2 * TRACE_EVENTS * lanes :].reshape(lanes, TRACE_HEADER_WORDS)
+    return words[room * lanes :].reshape(lanes, TRACE_HEADER_WORDS)
+
+
+def first_word(words: Any, p: Plan, lane: int) -> Any:
+    """A view of it: the first run's of a lane."""
+    lanes = TRACE_CTAS * len(instances_of(p.kernels[0]))
+    return words[: TRACE_WORDS * lanes].reshape(TRACE_WORDS, lanes)[-1, lane : lane + 1]
 
 
 def test_marks_without_room_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     p, (whole,) = planned("fa3"), traced("fa3")
+    room = 80
     for module in ("fagen.explore.trace.reader", "trace_source"):
-        monkeypatch.setattr(f"{module}.TRACE_EVENTS", 50)
+        monkeypatch.setattr(f"{module}.TRACE_WORDS", room)
     (launch,), words = simulated(p, PROBLEM)
     cut = read(p, launch, words["attention"])
     assert whole.dropped == 0 < cut.dropped
-    for full, kept in zip((x for c in whole.ctas for x in c.lanes), (x for c in cut.ctas for x in c.lanes)):
-        assert kept.spans == full.spans[:50] and kept.dropped == max(0, len(full.spans) - 50)
+    longest = longest_run(p.kernels[0])
+    noted = headers_of(words["attention"], p, room)[:, 7]
+    for lane, (full, kept) in enumerate(zip((x for c in whole.ctas for x in c.lanes), (x for c in cut.ctas for x in c.lanes))):
+        assert kept.spans == full.spans[: len(kept.spans)] and (kept.dropped > 0) == (len(kept.spans) < len(full.spans))
+        words_read = int(noted[lane]) - kept.dropped
+        assert words_read <= room - longest
+        assert not kept.dropped or words_read > room - 2 * longest  # it stops where the longest run might not have room
     for full, kept in zip((x for c in whole.ctas for x in c.products), (x for c in cut.ctas for x in c.products)):
         assert kept.spans == full.spans[: len(kept.spans)]  # what had no end in time is not shown
     assert measure(cut).dropped == cut.dropped
@@ -379,10 +495,11 @@ def test_damage_is_named() -> None:
     lanes = TRACE_CTAS * len(instances_of(p.kernels[0]))
     cases = {
         r"words: 7 words, the trace of kernel attention has \d+": words[:7],
-        r"consumer 0 of CTA 0 never came to its end": damaged(lambda w: headers(w, p)[1, 4:].fill(0xFFFFFFFF)),
-        r"mark 0 of producer in CTA 0 has code 1023": damaged(lambda w: w[1:2].fill(1023 << ARGUMENT_BITS)),
-        r"mark 0 of consumer 0 in CTA 0 has code 0": damaged(lambda w: w[3:4].fill(0)),
-        r"ran for \d+ ns, too short": damaged(lambda w: headers(w, p)[:, 4:6].__setitem__(..., headers(w, p)[:, 0:2])),
+        r"consumer 0 of CTA 0 never came to its end": damaged(lambda w: headers_of(w, p)[1, 4:].fill(0xFFFFFFFF)),
+        r"mark 0 of producer in CTA 0 has code 1023": damaged(lambda w: first_word(w, p, 0).fill(1023 << ARGUMENT_BITS)),
+        r"mark 0 of consumer 0 in CTA 0 has code 0": damaged(lambda w: first_word(w, p, 1).fill(0)),
+        r"consumer 1 in CTA 0 ends within a run of marks": damaged(lambda w: headers_of(w, p)[2, 7:].__isub__(1)),
+        r"ran for \d+ ns, too short": damaged(lambda w: headers_of(w, p)[:, 4:6].__setitem__(..., headers_of(w, p)[:, 0:2])),
     }
     assert lanes == 16
     for message, bad in cases.items():

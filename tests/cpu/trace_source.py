@@ -1,6 +1,7 @@
 """Trace buffers without a GPU: the simulator runs a kernel with its marks, and what a GPU would have stored is put together.
 
-Every mark takes a random time from 10 to 99 cycles of its CTA's clock, whose lower half runs over soon after the start.
+The words are put into the buffer as the emitted functions `mark`, `next_run` and `note` do it, place and room kept step by step; what
+they leave out holds what an earlier launch might have left. Every mark takes a random time from 10 to 99 cycles of its CTA's clock, whose lower half runs over soon after the start.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ from fagen.explore.roofline import contiguous
 from fagen.oracle import CheckProblem, make_case, simulate
 from fagen.oracle.simulator import instance
 from fagen.plan import Plan
-from fagen.plan.kernel import TRACE_CTAS, TRACE_EVENTS, TRACE_HEADER_WORDS, KernelLaunch
-from fagen.trace import ARGUMENT_BITS, Mark, instances_of, marked
+from fagen.plan.kernel import TRACE_CTAS, TRACE_HEADER_WORDS, TRACE_WORDS, KernelLaunch
+from fagen.trace import ARGUMENT_BITS, Mark, instances_of, longest_run, marked
 
 CYCLES_PER_NS = 1.5
 START = 0xFFFFF000
 """Of every CTA's clock, 32 bits."""
 ZERO_NS = 1 << 33
+LEFT_BEHIND = 0x00000007
+"""The word of a run that may well be one: a reader must not come to it."""
 
-Noted = dict[tuple[str, int, str, int], list[tuple[int, int]]]
-"""(kernel, CTA, role, instance) → (cycles since the CTA's start, second word of the mark)."""
+Noted = dict[tuple[str, int, str, int], list[tuple[int, Mark, int]]]
+"""(kernel, CTA, role, instance) → (cycles since the CTA's start, mark, argument of what it tells)."""
 
 
 @contextmanager
@@ -39,8 +42,8 @@ def _noting(found: Noted, seed: int) -> Iterator[list[str]]:
             return  # inside a vote: the first warp takes the other side
         at = (kernel[0], self.cta.index)
         now[at] += rng.randint(10, 99)
-        word = step.code << ARGUMENT_BITS | self.value(step.argument)
-        found.setdefault((*at, self.role.name, self.index), []).append((now[at], word))
+        argument = self.value(step.tells.argument) if step.tells else 0
+        found.setdefault((*at, self.role.name, self.index), []).append((now[at], step, argument))
 
     instance._ACTIONS[Mark] = note
     try:
@@ -50,9 +53,9 @@ def _noting(found: Noted, seed: int) -> Iterator[list[str]]:
 
 
 def simulated(
-    plan: Plan, problem: CheckProblem, num_sms: int = 2, first: int = 0, seed: int = 0
+    plan: Plan, problem: CheckProblem, num_sms: int = 2, first: int = 0, seed: int = 0, turned: bool = False
 ) -> tuple[tuple[KernelLaunch, ...], dict[str, Any]]:
-    """The launches of a trace plan, and for each kernel the words that it would leave behind."""
+    """The launches of a trace plan, and for each kernel the words that it would leave behind. `turned`: the keys from last to first."""
     found: Noted = {}
     case = make_case(plan.attention, plan.schedule, problem, seed=seed)
     with _noting(found, seed) as kernel:
@@ -68,7 +71,8 @@ def simulated(
         instance.Instance.__init__ = init  # type: ignore[method-assign]
         try:
             whole = replace(plan, kernels=tuple(roles.values()))
-            simulate(plan.attention, plan.schedule, case.q, case.k, case.given_v, plan=whole, num_sms=num_sms, seed=seed)
+            k = case.k[:, ::-1] if turned else case.k
+            simulate(plan.attention, plan.schedule, case.q, k, case.given_v, plan=whole, num_sms=num_sms, seed=seed)
         finally:
             instance.Instance.__init__ = original  # type: ignore[method-assign]
     strides = contiguous(plan.attention, problem, plan.schedule.v_transposed)
@@ -79,28 +83,54 @@ def simulated(
 def _words(kernel: Any, found: Noted, first: int) -> Any:
     instances = instances_of(kernel)
     lanes = TRACE_CTAS * len(instances)
-    pairs = np.full((TRACE_EVENTS, lanes, 2), 0xFFFFFFFF, np.uint32)
+    noted = np.full((TRACE_WORDS, lanes), LEFT_BEHIND, np.uint32)
     headers = np.full((lanes, TRACE_HEADER_WORDS), 0xFFFFFFFF, np.uint32)
     for c in range(TRACE_CTAS):
         of_cta = {k: v for k, v in found.items() if k[:2] == (kernel.name, first + c)}
-        end = max((t for marks in of_cta.values() for t, _ in marks), default=0) + 3000
+        end = max((t for marks in of_cta.values() for t, *_ in marks), default=0) + 3000
         for i, (role, w) in enumerate(instances):
             marks = of_cta.get((kernel.name, first + c, role.name, w))
             if marks is None:
                 continue
             lane, late = c * len(instances) + i, 5 * i
-            kept = marks[:TRACE_EVENTS]
-            if kept:
-                pairs[: len(kept), lane] = [((START + t + late) & 0xFFFFFFFF, word) for t, word in kept]
+            words = _Lane(noted[:, lane], longest_run(kernel))
+            for t, mark, argument in marks:
+                words.mark((START + t + late) & 0xFFFFFFFF, mark, argument)
             headers[lane] = (
                 *_timer(late + 1500 * c),
                 START + late,
                 40 + c,
                 *_timer(end + 1500 * c),
                 (START + end) & 0xFFFFFFFF,
-                len(marks),
+                words.count,
             )
-    return np.concatenate([pairs.ravel(), headers.ravel()])
+    return np.concatenate([noted.ravel(), headers.ravel()])
+
+
+class _Lane:
+    """A lane's column of the buffer, and its place in it as the kernel keeps it: a row, and whether the longest run has room there."""
+
+    def __init__(self, column: Any, longest: int):
+        self._column, self._longest, self._row = column, longest, TRACE_WORDS - 1
+        self._room = self._row >= longest - 1
+
+    @property
+    def count(self) -> int:
+        return TRACE_WORDS - 1 - self._row
+
+    def mark(self, clock: int, mark: Mark, argument: int) -> None:
+        self._note(mark.at, clock)
+        if mark.tells is None:
+            return
+        self._note(mark.tells.at, mark.tells.code << ARGUMENT_BITS | argument)
+        if mark.tells.words:
+            self._row -= mark.tells.words
+            self._room = self._row >= self._longest - 1
+
+    def _note(self, at: int, word: int) -> None:
+        if self._room:
+            assert 0 <= self._row + at < TRACE_WORDS
+            self._column[self._row + at] = word
 
 
 def _timer(cycles: int) -> tuple[int, int]:

@@ -28,6 +28,15 @@ pytestmark = pytest.mark.gpu
 
 SHAPE = (1, 1024, 2, 64)
 START_SECONDS = 20  # of a process: imports, compilation, the CUDA context
+HANGS = [
+    # The producer never gets a slot of K back, so the consumers run out of K.
+    ("consumer.tiles.tile.steady.arrive_k_empty", ("producer", "wait_k_empty", "k_empty")),
+    # No consumer's turn ever comes: they hang in bar.sync, which has no limit, and the producer names them.
+    ("consumer.start.n_arrive_order", ("producer waits at", "consumer 0 at consumer.tiles.tile.sync_order (order[0])")),
+    # Nobody gives Q back, so there is no second tile.
+    ("consumer.tiles.tile.steady.last.arrive_q_empty", ("producer", "wait_q_empty", "q_empty")),
+]
+"""What is left out of fa3, and what the record then says."""
 
 
 def without(body: Body, step_id: str) -> Body:
@@ -76,17 +85,7 @@ def run_broken(step_id: str) -> None:
     print(debug.decode_record(kernel.debug_record(), plan), flush=True)
 
 
-@pytest.mark.parametrize(
-    ("dropped", "expected"),
-    [
-        # The producer never gets a slot of K back, so the consumers run out of K.
-        ("consumer.tiles.tile.steady.arrive_k_empty", ("producer", "wait_k_empty", "k_empty")),
-        # No consumer's turn ever comes: they hang in bar.sync, which has no limit, and the producer names them.
-        ("consumer.start.n_arrive_order", ("producer waits at", "consumer 0 at consumer.tiles.tile.sync_order (order[0])")),
-        # Nobody gives Q back, so there is no second tile.
-        ("consumer.tiles.tile.arrive_q_empty", ("producer", "wait_q_empty", "q_empty")),
-    ],
-)
+@pytest.mark.parametrize(("dropped", "expected"), HANGS)
 def test_a_hang_ends_and_is_named(device, dropped, expected):
     if dropped.endswith("q_empty"):  # needs a CTA with two tiles
         command = f"test_debug_gpu.SHAPE = (64, 1024, 2, 64); test_debug_gpu.run_broken({dropped!r})"

@@ -16,11 +16,13 @@ from fagen.emit import emit
 from fagen.explore.trace import measure
 from fagen.explore.trace.run import MOST_OVERHEAD, Run, trace_gpu
 from fagen.plan import Problem, plan
-from fagen.plan.kernel import TRACE_CTAS
+from fagen.plan.kernel import TRACE_CTAS, TRACE_WORDS
+from fagen.trace import longest_run
 
 pytestmark = pytest.mark.gpu
 
 STALE = {"reference": "stale", "tile_kv": 128}
+TUNED = {**STALE, "overlap": "within", "parallelism": "persistent_static"}
 
 
 def pair(name: str, **changes: Any) -> tuple[Built, Built]:
@@ -78,7 +80,25 @@ def test_where_products_stand_still_the_softmax_is_not_under_its_own(device: Any
     assert all(x.under_own > 0.2 for x in both.softmax)
 
 
-@pytest.mark.parametrize("changes", [{}, STALE], ids=["running", "stale"])
+def test_what_has_no_room_is_counted(device: Any, tmp_path: Path) -> None:
+    """Small key blocks fill a lane: what is kept is whole, and behind it there is no room for the longest run."""
+    changes = {"head_dim": 64, "tile_q": 128, "consumers": 2, "tile_kv": 32}
+    found = traced("fa3", Problem(1, 32768, 65536, 8, 1), tmp_path, **changes).traced[0]
+    assert found.same_bits
+    (trace,) = found.kernels
+    (kernel,) = plan(*fagen.load("fa3", **changes), trace=True).kernels
+    for cta in trace.ctas:
+        consumers = [lane for lane in cta.lanes if lane.role == "consumer"]
+        assert all(lane.dropped for lane in consumers)
+        for lane in cta.lanes:
+            assert all(a.end == b.start and a.start <= a.end for a, b in pairwise(lane.spans))
+        for lane in consumers:  # of the words read, about one in ten tells a run
+            assert 0.85 * (TRACE_WORDS - 2 * longest_run(kernel)) < len(lane.spans) < TRACE_WORDS
+            blocks = [s.block for s in lane.spans if s.name == "qk"]
+            assert all(a - b in (1, 1 - 65536 // 32) for a, b in pairwise(blocks))
+
+
+@pytest.mark.parametrize("changes", [{}, STALE, TUNED], ids=["running", "stale", "tuned"])
 def test_tracing_costs_little(device: Any, tmp_path: Path, changes: dict[str, Any]) -> None:
     found = traced("fa3", Problem(4, 4096, 4096, 16, 16), tmp_path, **changes).traced[0]
     assert found.overhead is not None, found.why_not

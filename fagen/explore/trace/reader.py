@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +12,9 @@ import numpy.typing as npt
 
 from ...errors import InputError
 from ...plan import steps as st
-from ...plan.kernel import TRACE_CTAS, TRACE_EVENTS, TRACE_HEADER_WORDS, KernelLaunch, KernelPlan, Plan, scalar_env
+from ...plan.kernel import TRACE_CTAS, TRACE_HEADER_WORDS, TRACE_WORDS, KernelLaunch, KernelPlan, Plan, scalar_env
 from ...plan.tiles import Tiles
-from ...trace import ARGUMENT_BITS, Mark, instances_of, marks_of
+from ...trace import ARGUMENT_BITS, Mark, Run, instances_of, longest_run, runs_of
 
 Words = npt.NDArray[np.uint32]
 
@@ -52,7 +52,7 @@ class Track:
 @dataclass(frozen=True)
 class Lane:
     """A role instance of a CTA. `spans` follow one another without a gap; `tiles` are its times between the beginnings of tiles.
-    `dropped`: marks for which there was no room, after the last span."""
+    `dropped`: words for which there was no room, after the last span: a mark takes one, a run of marks another."""
 
     name: str
     role: str
@@ -96,7 +96,7 @@ def read(plan: Plan, launch: KernelLaunch, words: Words) -> KernelTrace:
     kernel = next(k for k in plan.kernels if k.name == launch.name)
     instances = instances_of(kernel)
     lanes = TRACE_CTAS * len(instances)
-    expected = lanes * (2 * TRACE_EVENTS + TRACE_HEADER_WORDS)
+    expected = lanes * (TRACE_WORDS + TRACE_HEADER_WORDS)
     if words.size != expected:
         raise InputError("words", f"{words.size} words, the trace of kernel {kernel.name} has {expected}")
     env = scalar_env(kernel, launch)
@@ -104,16 +104,15 @@ def read(plan: Plan, launch: KernelLaunch, words: Words) -> KernelTrace:
     count = min(TRACE_CTAS, launch.grid - first)
     if count <= 0:
         raise InputError("words", f"nothing was recorded: CTA {first} is not among the {launch.grid} of kernel {kernel.name}")
-    pairs = words[: 2 * TRACE_EVENTS * lanes].reshape(TRACE_EVENTS, lanes, 2)
-    headers = words[2 * TRACE_EVENTS * lanes :].reshape(TRACE_CTAS, len(instances), TRACE_HEADER_WORDS)
+    noted = words[: TRACE_WORDS * lanes].reshape(TRACE_WORDS, lanes)[::-1]
+    headers = words[TRACE_WORDS * lanes :].reshape(TRACE_CTAS, len(instances), TRACE_HEADER_WORDS)
     _check_headers(kernel, headers[:count], first)
     decoder = _Decoder(plan, kernel, env)
     ctas = []
     zero = _timer(headers[0, 0, 0:2])
     for c in range(count):
         base = c * len(instances)
-        lane_pairs = [pairs[: min(int(h[7]), TRACE_EVENTS), base + i] for i, h in enumerate(headers[c])]
-        ctas.append(decoder.cta(first + c, headers[c], lane_pairs, zero))
+        ctas.append(decoder.cta(first + c, headers[c], [noted[:, base + i] for i in range(len(instances))], zero))
     return KernelTrace(kernel.name, tuple(ctas), _rate(kernel, headers[:count]))
 
 
@@ -149,37 +148,66 @@ class _Open:
     seen: dict[str, dict[int, list[int]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
 
 
+@dataclass
+class _Noted:
+    """What a lane's words say: its marks with their clocks and arguments, and how many words had no room."""
+
+    marks: list[Mark] = field(default_factory=list)
+    clocks: list[int] = field(default_factory=list)
+    arguments: list[int] = field(default_factory=list)
+    dropped: int = 0
+
+
 class _Decoder:
     def __init__(self, plan: Plan, kernel: KernelPlan, env: Mapping[str, int]):
         self._kernel, self._env = kernel, env
-        self._marks = marks_of(kernel)
+        self._runs, self._longest = runs_of(kernel), longest_run(kernel)
         self._decode = Tiles(plan.attention, plan.schedule, plan.target).decode()
         self._block_rows = plan.schedule.tile_kv
 
-    def cta(self, number: int, headers: Words, pairs: list[Words], zero: int) -> CtaTrace:
+    def cta(self, number: int, headers: Words, words: list[Words], zero: int) -> CtaTrace:
         shared = _Open()
         start = headers[0, 2]
-        lanes = tuple(
-            self._lane(i, role, w, number, _unwrapped(h[2], start, p[:, 0]), p[:, 1], max(0, int(h[7]) - TRACE_EVENTS), shared)
-            for i, ((role, w), h, p) in enumerate(zip(instances_of(self._kernel), headers, pairs))
-        )
+        lanes = []
+        for i, ((role, w), h, of) in enumerate(zip(instances_of(self._kernel), headers, words)):
+            name = f"{role.name} {w}" if role.count > 1 else role.name
+            noted = self._noted(f"{name} in CTA {number}", role, of, int(h[7]))
+            lanes.append(self._lane(i, role, w, number, name, _unwrapped(h[2], start, noted.clocks), noted, shared))
         products = tuple(Track(name, shared.owner[name], tuple(spans)) for name, spans in shared.products.items())
         sm = int(headers[0, 3])
-        return CtaTrace(number, sm, _timer(headers[0, 0:2]) - zero, lanes, products, self._loads(shared))
+        return CtaTrace(number, sm, _timer(headers[0, 0:2]) - zero, tuple(lanes), products, self._loads(shared))
 
-    def _lane(
-        self, index: int, role: st.Role, w: int, cta: int, times: list[int], notes: Words, dropped: int, shared: _Open
-    ) -> Lane:
-        name = f"{role.name} {w}" if role.count > 1 else role.name
+    def _noted(self, where: str, role: st.Role, words: Words, count: int) -> _Noted:
+        """Of a lane that noted `count` words. The kernel keeps a run if behind it the longest one had room."""
+        noted, at = _Noted(), 0
+        while at < count:
+            if at + self._longest > TRACE_WORDS:
+                break
+            code, argument = int(words[at]) >> ARGUMENT_BITS, int(words[at]) & ((1 << ARGUMENT_BITS) - 1)
+            run = self._run(where, role, code, len(noted.marks))
+            if at + run.words + self._longest > TRACE_WORDS:
+                break
+            noted.marks += run.marks
+            noted.clocks += [int(words[at + m.slot]) for m in run.marks]
+            noted.arguments += [argument] * len(run.marks)
+            at += run.words
+        if at > count:
+            raise InputError("words", f"{where} ends within a run of marks")
+        noted.dropped = count - at
+        return noted
+
+    def _run(self, where: str, role: st.Role, code: int, mark: int) -> Run:
+        run = self._runs.get(code)
+        if run is None or run.role != role.name:
+            raise InputError("words", f"mark {mark} of {where} has code {code}, which begins no run of that role's")
+        return run
+
+    def _lane(self, index: int, role: st.Role, w: int, cta: int, name: str, times: list[int], noted: _Noted, shared: _Open) -> Lane:
         spans: list[Span] = []
         tiles: list[Span] = []
         opened: dict[str, Span] = {}  # by accumulator
         tile, last = dict[str, int](), dict[str, int]()
-        for start, end, note in zip(times, times[1:], notes.tolist()):
-            code, argument = note >> ARGUMENT_BITS, note & ((1 << ARGUMENT_BITS) - 1)
-            if code >= len(self._marks) or self._marks[code][0].name != role.name:
-                raise InputError("words", f"mark {len(spans)} of {name} in CTA {cta} has code {code}, which is none of that role's")
-            mark = self._marks[code][1]
+        for start, end, mark, argument in zip(times, times[1:], noted.marks, noted.arguments):
             if mark.what == "tile":
                 last, tile = tile, self._variables({mark.variable: argument, "cta": cta, "w": w} if mark.variable else {})
                 if tiles:
@@ -194,7 +222,7 @@ class _Decoder:
             self._follow(mark, spans[-1], index, name, opened, shared)
         if tiles:
             tiles[-1] = _until(tiles[-1], spans[-1].end)
-        return Lane(name, role.name, w, tuple(spans), tuple(tiles), dropped)
+        return Lane(name, role.name, w, tuple(spans), tuple(tiles), noted.dropped)
 
     def _follow(self, mark: Mark, span: Span, lane: int, name: str, opened: dict[str, Span], shared: _Open) -> None:
         """What begins at a mark and runs on, and what ends there."""
@@ -250,10 +278,10 @@ class _Decoder:
         return variables["j"] if mark.variable == "j" else None
 
 
-def _unwrapped(start: Any, zero: Any, clocks: Words) -> list[int]:
+def _unwrapped(start: Any, zero: Any, clocks: Sequence[int]) -> list[int]:
     """Cycles from `zero` of a lane's start and of its marks: the counter's lower half runs over every few seconds."""
     offset = int(np.int32(np.uint32((int(start) - int(zero)) & 0xFFFFFFFF)))
-    steps = np.diff(np.concatenate([[start], clocks]).astype(np.uint32)).astype(np.int64)
+    steps = np.diff(np.array([start, *clocks], np.uint32)).astype(np.int64)
     times: list[int] = (offset + np.concatenate([[0], np.cumsum(steps)])).astype(np.int64).tolist()
     return times
 
