@@ -315,12 +315,12 @@ def _joins(mark: Mark, run: list[st.Step]) -> bool:
 
 
 def _teller(run: list[st.Step]) -> int:
-    """The mark after which a run is told: from where its variable is there, and before a vote; best in front of the last product issued,
-    while the one before it keeps the role waiting anyway. A tile's number is told at once, since it need not live through the tile."""
+    """The mark after which a run is told: from where its variable is there, and before a vote; best in front of a softmax, under whose
+    exponentials it may hide. A tile's number is told at once, since it need not live through the tile."""
     named = next((k for k, step in enumerate(run) if _variable([step])), 0)
     before = next((k for k, step in enumerate(run) if _is_fork(step)), len(run))
-    issues = [k for k in range(named, before - 1) if getattr(run[k + 1], "what", "") == "issue"]
-    return issues[-1] if issues and not _is_tile(run[named]) else named
+    softmax = [k for k in range(named, before - 1) if getattr(run[k + 1], "what", "") == "softmax"]
+    return softmax[0] if softmax and not _is_tile(run[named]) else named
 
 
 def _own_marks(body: st.Body) -> tuple[Mark, ...]:
