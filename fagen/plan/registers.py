@@ -62,7 +62,8 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
     if attention.dtype == "e4m3":
         return _e4m3_overhead(attention, s)
     if s.reference == "stale":
-        if s.consumers == 4 and attention.dv == 64 and not attention.causal and s.overlap == "within":
+        joined_in_order = attention.causal and s.fuse_tiles and s.parallelism == "persistent_static"
+        if s.consumers == 4 and attention.dv == 64 and s.overlap == "within" and not joined_in_order:
             return 16
         return 24 + 10 * (attention.causal and attention.dv > 128)
     if s.overlap == "pingpong" and attention.dv > 128:
@@ -75,7 +76,7 @@ def _e4m3_overhead(attention: Attention, s: Schedule) -> int:
     """With a producer: 24, and more for what ptxas handled worse when it was compiled."""
     stale, by_block = s.reference == "stale", s.scale_granularity == "block"
     if s.fuse_tiles:
-        return 32 if not attention.causal or attention.dv > 128 else 24
+        return 32 if s.consumers != 4 and not attention.causal or attention.dv > 128 else 24
     if stale and attention.causal and attention.dv > 128:
         return 34 if s.overlap == "both" or by_block or s.parallelism == "persistent_dynamic" else 24
     if stale and not attention.causal and s.overlap == "both" and s.consumers == 2:
