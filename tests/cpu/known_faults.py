@@ -7,6 +7,7 @@ from fagen.compile import Built
 ALLOWED_R2UR = {
     # (dtype, head_dim, mask, fuse_tiles): (at most so many R2UR inside WGMMA batches, why they cost nothing)
     ("16-bit", 64, "causal", True): (8, "a CTA's first tile is decoded between the products of its first block: once a CTA"),
+    ("16-bit", 64, "causal", False): (1, "a descriptor of a tile's first product, once a tile"),
     ("16-bit", 128, "causal", True): (8, "as at head_dim 64"),
     ("16-bit", 256, "causal", True): (8, "as at head_dim 64"),
     ("16-bit", 256, "full", False): (8, "tiles in a fixed order: the descriptors of a tile's first product, once a tile"),
@@ -15,6 +16,7 @@ ALLOWED_R2UR = {
         "a descriptor of a tile's first product, once a tile; timed faster than tiles that do not join",
     ),
     ("e4m3", 128, "full", True): (2, "as at head_dim 64"),
+    ("e4m3", 128, "causal", True): (2, "of the next tile's first product, joined to this one's last: once a tile"),
     ("e4m3", 256, "full", True): (2, "as at head_dim 64"),
     ("e4m3", 256, "causal", True): (2, "as at head_dim 64"),
     ("e4m3", 256, "causal", False): (12, "the descriptors of a tile's first product come from vector registers: once a tile"),

@@ -431,6 +431,7 @@ def test_cupy(torch, compiled):
     tensors = tuple(x.half() for x in qkv(torch))
     want = kernel(*tensors)
     arrays = [cupy.from_dlpack(x) for x in tensors]
+    torch.cuda.synchronize()  # the stream below does not wait for torch's
     with cupy.cuda.Stream(non_blocking=True) as stream:
         out, lse = kernel(*arrays)
         stream.synchronize()
