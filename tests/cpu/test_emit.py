@@ -211,7 +211,9 @@ def test_params_hold_pointers_then_wide_then_narrow_scalars(variant: tuple[str, 
     structs = re.findall(r"struct \w*Params \{\n(.*?)\n\};", source.text, re.DOTALL)
     assert len(structs) == len(p.kernels)
     for kernel, members in zip(p.kernels, structs):
-        widths = [8 if "*" in m else {"i64": 7, "int": 4, "float": 4}[m.split()[0]] for m in members.split(";") if m.strip()]
+        widths = [
+            8 if "*" in m else {"i64": 7, "int": 4, "float": 4, "Divisor": 4}[m.split()[0]] for m in members.split(";") if m.strip()
+        ]
         assert widths == sorted(widths, reverse=True)  # pointers count as wider than 64-bit scalars
         names = re.findall(r"(\w+);", members + ";")
         assert names == [*kernel.pointers, *(x.name for x in kernel.params)]
