@@ -32,13 +32,13 @@ _UNREADABLE = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib
 
 
 def read_inputs(path: str | Path, attention: Attention, cast: bool = False) -> tuple[Array, Array, Array]:
-    """q, k and v from a file, as arrays of the attention's dtype (of ml_dtypes for bf16 and e4m3).
+    """q, k and v from a file, as arrays of the attention's dtype (of ml_dtypes for bf16 and e4m3; beside int8 q and k, v is e4m3).
 
     A tensor of another dtype is an InputError unless `cast`; then it is rounded to nearest, and an InputError if a finite value
     becomes infinite or NaN. Shapes are checked by who uses them.
     """
     arrays = read(path, ("q", "k", "v"))
-    q, k, v = (_as_dtype(path, name, arrays[name], attention.dtype, cast) for name in ("q", "k", "v"))
+    q, k, v = (_as_dtype(path, name, arrays[name], attention.dtype_of(name), cast) for name in ("q", "k", "v"))
     return q, k, v
 
 
@@ -49,9 +49,9 @@ def read_descales(path: str | Path, attention: Attention, cast: bool = False) ->
     """
     found = read(path, (), optional=DESCALES)
     for name, x in found.items():
-        if attention.dtype != "e4m3":
+        if not attention.has_descales:
             raise InputError(
-                str(path), f"has a {name}, but the attention takes {attention.dtype}; only e4m3 tensors have a descale"
+                str(path), f"has a {name}, but the attention takes {attention.dtype}; only e4m3 and int8 tensors have a descale"
             )
         if x.ndim:
             found[name] = _as_dtype(path, name, x, "fp32", cast, "a descale is")
@@ -80,7 +80,7 @@ def read(path: str | Path, names: tuple[str, ...], optional: tuple[str, ...] = (
 
 
 def write(path: str | Path, arrays: Mapping[str, Array]) -> None:
-    """Write tensors (fp16, fp32, bf16, e4m3) to a file that appears whole or not at all. InputError if it cannot be written."""
+    """Write tensors (fp16, fp32, int8, bf16, e4m3) to a file that appears whole or not at all. InputError if it cannot be written."""
     content: dict[str, Any] = {}
     for name, array in arrays.items():
         dtype = _NAMES.get(array.dtype)
@@ -114,8 +114,8 @@ def _decode(path: str | Path, name: str, loaded: Any) -> Array:
         if array.dtype in _BITS.values():
             legal = next(n for n, bits in _BITS.items() if bits == array.dtype)
             raise InputError(str(path), f"{name} is {array.dtype}, and no {name}_dtype says what it stands for (such as {legal!r})")
-        if array.dtype.kind != "f":
-            raise InputError(str(path), f"{name} is {array.dtype}; expected a floating-point array")
+        if array.dtype.kind != "f" and array.dtype != DTYPES["int8"]:
+            raise InputError(str(path), f"{name} is {array.dtype}; expected a floating-point or int8 array")
         return array
     if label not in DTYPES:
         raise InputError(str(path), f"{name}_dtype is {label!r}; legal: {', '.join(DTYPES)}")
@@ -132,6 +132,10 @@ def _as_dtype(path: str | Path, name: str, array: Array, dtype: str, cast: bool,
     have = _NAMES.get(array.dtype, array.dtype.name)
     if not cast:
         raise InputError(str(path), f"{name} is {have}, {rule} {dtype}; --cast converts it")
+    if "int8" in (dtype, have):
+        raise InputError(
+            str(path), f"{name} is {have}, {rule} {dtype}; int8 stands for multiples of a scale, so --cast does not convert it"
+        )
     wide = array.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):  # counted below
         result = wide.astype(wanted)

@@ -55,7 +55,7 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
     wide = (attention.dv - 64) // 16
     if s.roles == "uniform":
         return (32 + 28 * _one_slot(s) if beside_product else 24) + 2 * wide
-    if attention.dtype == "e4m3":
+    if attention.v_dtype == "e4m3":
         return _e4m3_overhead(attention, s)
     if s.reference == "stale":
         if s.consumers == 4 and attention.dv == 64 and not attention.causal and s.overlap == "within":
@@ -204,7 +204,7 @@ def _one_slot(schedule: Schedule) -> bool:
 
 def transposes(attention: Attention, schedule: Schedule) -> bool:
     """V is transposed in the kernel."""
-    return attention.dtype == "e4m3" and not schedule.v_transposed
+    return attention.v_dtype == "e4m3" and not schedule.v_transposed
 
 
 def compute_registers(attention: Attention, schedule: Schedule) -> int:
