@@ -33,12 +33,12 @@ _MANTISSA_AND_LEAST_EXPONENT = {"bf16": (7, -126), "fp16": (10, -14), "e4m3": (3
 
 
 def cast(x: Array, dtype: str) -> Array:
-    """`x` rounded to nearest even and stored as `dtype`. e4m3 saturates at ±448 (cvt.rn.satfinite), int8 at ±127; NaN stays NaN, and is 0
-    in int8, which has none."""
+    """`x` rounded to nearest even and stored as `dtype`. e4m3 saturates at ±448 (cvt.rn.satfinite), int8 at ±127; NaN stays NaN, and is −1
+    in int8, which has none: what the kernels leave, under a scale that says so."""
     if dtype in LARGEST:
         x = np.clip(x, -LARGEST[dtype], LARGEST[dtype])
     if dtype == "int8":
-        x = np.rint(np.where(np.isnan(x), np.float32(0), x))
+        x = np.rint(np.where(np.isnan(x), np.float32(-1), x))
     with np.errstate(over="ignore"):
         return x.astype(DTYPES[dtype])
 

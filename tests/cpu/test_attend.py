@@ -158,7 +158,7 @@ def test_fp8_quantises_16_bit_tensors_and_takes_e4m3_ones_as_they_are(compiler: 
         assert out.dtype == dtype and attention.dtype == name
         assert (schedule.precision, schedule.hadamard) == ("e4m3", True)
         choice = tuned.choose(attention.replace(dtype="e4m3", out_dtype=name), Problem(2, 5, 7, 4, 2))
-        assert schedule == choice.schedule.replace(**tuned.FP8)
+        assert schedule == choice.schedule.replace(precision="e4m3", **tuned.QUANTISED)
     compiler.asked.clear()
     q, k, v = qkv(d=128, dtype=ml_dtypes.float8_e4m3fn)
     assert fagen.attention(q, k, v, precision="fp8", v_descale=2.0).dtype == BF16
@@ -318,7 +318,7 @@ def test_mistakes_are_named_before_anything_is_compiled(compiler: Compiler, chan
         ({"causal": "yes"}, r"^causal: is a str; expected True or False"),
         ({"out": np.empty((2, 5, 4, 32), BF16)}, r"^out: has shape"),
         ({"q_descale": 2.0}, r"^q_descale: given with bf16 inputs"),
-        ({"precision": "e4m3"}, r"^precision: is 'e4m3'; expected None or 'fp8'"),
+        ({"precision": "e4m3"}, r"^precision: is 'e4m3'; expected None, 'fp8' or 'int8'"),
         ({"precision": ["fp8"]}, r"^precision: is \['fp8'\]"),
     ],
 )

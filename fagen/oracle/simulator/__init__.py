@@ -178,7 +178,13 @@ def simulate_outputs(plan: Plan, q: Array, k: Array, v: Array, *, seed: int = 0)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype != DTYPES[a.dtype]:
             raise InputError(name, f"is {x.dtype}; the attention takes {a.dtype} ({DTYPES[a.dtype]})")
-    memory = GlobalMemory(_inputs(q, k, v), {}, {}, spaces=_spaces((*plan.workspaces, *plan.outputs), problem))
+    memory = GlobalMemory(
+        _inputs(q, k, v),
+        {},
+        {},
+        spaces=_spaces((*plan.workspaces, *plan.outputs), problem),
+        dtypes={w.name: w.dtype for w in (*plan.workspaces, *plan.outputs)},
+    )
     if not idle(plan, problem):
         launch = plan.bind(problem, _contiguous_strides(problem, a), num_sms=2)
         for kernel, bound in zip(plan.kernels, launch.kernels):
