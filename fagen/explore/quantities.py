@@ -61,6 +61,7 @@ FREE = frozenset(
         "Fill",
         "Limits",
         "Mask",
+        "IntToFloat",
         "AddSums",
         "Hold",
         "Calm",

@@ -165,6 +165,29 @@ def test_fp8_quantises_16_bit_tensors_and_takes_e4m3_ones_as_they_are(compiler: 
     assert [s.precision for _, s in compiler.asked] == [None]
 
 
+def test_int8_quantises_16_bit_tensors_and_takes_8_bit_ones_as_they_are(compiler: Compiler) -> None:
+    for dtype, name in ((BF16, "bf16"), (np.float16, "fp16")):
+        compiler.asked.clear()
+        assert fagen.attention(*qkv(d=128, dtype=dtype), precision="int8").dtype == dtype
+        ((attention, schedule),) = compiler.asked
+        assert (attention.dtype, schedule.precision, schedule.hadamard) == (name, "int8", True)
+    q, k, v = qkv(d=128, dtype=np.float32)
+    q, k = (np.rint(x * 30).astype(np.int8) for x in (q, k))
+    v = v.astype(ml_dtypes.float8_e4m3fn)
+    compiler.asked.clear()
+    for precision in (None, "int8", "fp8"):
+        scaled = {"q_descale": 1 / 30, "k_descale": 1 / 30}
+        out, lse = fagen.attention(q, k, v, precision=precision, return_lse=True, **scaled)
+        assert out.dtype == BF16
+        ((attention, schedule),) = compiler.asked  # one kernel for all three
+        assert (attention.dtype, attention.v_dtype, schedule.precision) == ("int8", "e4m3", None)
+        want, want_lse = fagen.reference(attention, q, k, v, **scaled)
+        np.testing.assert_allclose(out.astype(float), want, rtol=2**-7, atol=1e-6)
+        np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-5)
+    with pytest.raises(InputError, match=r"^v: is int8; this kernel reads e4m3"):
+        fagen.attention(q, k, k)
+
+
 def test_16_bit_kernels_are_not_those_of_fp8(compiler: Compiler) -> None:
     q, k, v = qkv(d=128)
     for precision in (None, "fp8", None, "fp8"):
