@@ -35,7 +35,7 @@ def read_inputs(path: str | Path, attention: Attention, cast: bool = False) -> t
     """q, k and v from a file, as arrays of the attention's dtype (of ml_dtypes for bf16 and e4m3; beside int8 q and k, v is e4m3).
 
     A tensor of another dtype is an InputError unless `cast`; then it is rounded to nearest, and an InputError if a finite value
-    becomes infinite or NaN. Shapes are checked by who uses them.
+    becomes infinite or NaN. int8, whose values stand for multiples of a scale, is never converted. Shapes are checked by who uses them.
     """
     arrays = read(path, ("q", "k", "v"))
     q, k, v = (_as_dtype(path, name, arrays[name], attention.dtype_of(name), cast) for name in ("q", "k", "v"))
@@ -115,7 +115,7 @@ def _decode(path: str | Path, name: str, loaded: Any) -> Array:
             legal = next(n for n, bits in _BITS.items() if bits == array.dtype)
             raise InputError(str(path), f"{name} is {array.dtype}, and no {name}_dtype says what it stands for (such as {legal!r})")
         if array.dtype.kind != "f" and array.dtype != DTYPES["int8"]:
-            raise InputError(str(path), f"{name} is {array.dtype}; expected a floating-point or int8 array")
+            raise InputError(str(path), f"{name} is {array.dtype}; expected a floating-point array, or int8")
         return array
     if label not in DTYPES:
         raise InputError(str(path), f"{name}_dtype is {label!r}; legal: {', '.join(DTYPES)}")
@@ -130,12 +130,11 @@ def _as_dtype(path: str | Path, name: str, array: Array, dtype: str, cast: bool,
     if array.dtype == wanted:
         return array
     have = _NAMES.get(array.dtype, array.dtype.name)
+    if "int8" in (dtype, have):
+        why = "int8 stands for multiples of a scale, so that --cast does not convert it"
+        raise InputError(str(path), f"{name} is {have}, {rule} {dtype}; {why}")
     if not cast:
         raise InputError(str(path), f"{name} is {have}, {rule} {dtype}; --cast converts it")
-    if "int8" in (dtype, have):
-        raise InputError(
-            str(path), f"{name} is {have}, {rule} {dtype}; int8 stands for multiples of a scale, so --cast does not convert it"
-        )
     wide = array.astype(np.float64)
     with np.errstate(over="ignore", invalid="ignore"):  # counted below
         result = wide.astype(wanted)

@@ -6,6 +6,7 @@ import itertools
 import re
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import ml_dtypes
@@ -16,7 +17,8 @@ from test_builtin import check as check_built
 from test_quantise_kernels import NO_KEYS, RAGGED, WAYS, codes_differ, inputs, name_of
 
 import fagen
-from fagen import Attention, InputError, ScheduleError, sass, tuned
+from fagen import Attention, InputError, ScheduleError, npz, sass, tuned
+from fagen.cli import run as fagen_run
 from fagen.compile import build
 from fagen.emit import emit
 from fagen.oracle import CheckProblem, check, make_case, make_inputs, simulate
@@ -449,6 +451,43 @@ def test_int8_tensors_are_told_from_others() -> None:
         with pytest.raises(InputError) as e:
             fagen.simulate(attention, schedule, *args)
         assert e.value.argument == name and ("e4m3" if name == "v" else "int8") in str(e.value)
+
+
+def test_files_hold_int8_as_such_and_never_convert_it(tmp_path: Path) -> None:
+    attention, schedule = fagen.load("fa3_fp8", dtype="int8", head_dim=64)
+    c = make_case(attention, schedule, CheckProblem(1, 40, 50, 2, 1, "descaled"))
+    path = tmp_path / "qkv.npz"
+    npz.write(path, {"q": c.q, "k": c.k, "v": c.v, **c.descales})
+    assert np.load(path)["q"].dtype == np.int8 and np.load(path)["v_dtype"] == "e4m3"
+    for mine, its in zip(npz.read_inputs(path, attention), (c.q, c.k, c.v)):
+        np.testing.assert_array_equal(mine.view(np.uint8), its.view(np.uint8))
+    assert set(npz.read_descales(path, attention)) == set(c.descales)
+    for dtype in ("bf16", "e4m3"):
+        for cast_too in (False, True):
+            with pytest.raises(InputError, match=rf"q is int8, the attention's dtype is {dtype}; int8 stands for multiples"):
+                npz.read_inputs(path, attention.replace(dtype=dtype), cast=cast_too)
+    out = tmp_path / "out.npz"
+    command = ["run", "fa3_fp8", "--set", "dtype=int8", "--set", "head_dim=64", "--device", "cpu"]
+    assert fagen_run([*command, "--input", str(path), "--output", str(out)]) == 0
+    want, lse = simulate(attention, schedule, c.q, c.k, c.v, **c.descales)
+    found = npz.read(out, ("out", "lse"))
+    np.testing.assert_array_equal(found["out"].view(np.uint16), want.view(np.uint16))
+    np.testing.assert_array_equal(found["lse"], lse)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["check", "fa3_fp8", "--device", "cpu", "--shape", "1,2,1,130,300", "--shape", "1,2,1,64,0"],
+        ["explain", "fa3_fp8", "--shape", "1,2,1,512,512"],
+        ["prove", "fa3_fp8"],
+    ],
+    ids=lambda c: c[0],
+)
+@pytest.mark.parametrize("settings", [["dtype=int8"], ["dtype=bf16", "precision=int8"]], ids=str)
+def test_commands_take_int8(command: list[str], settings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    options = [x for s in (*settings, "head_dim=64", "tile_kv=128") for x in ("--set", s)]
+    assert fagen_run([*command, *options]) == 0, capsys.readouterr()
 
 
 def test_precision_of_quantise_is_refused_by_name() -> None:
