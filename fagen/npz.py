@@ -1,7 +1,7 @@
 """Tensors in .npz files, as `fagen run --input qkv.npz --output out.npz` reads and writes them.
 
 fp16 and fp32 arrays stand as such. NumPy's format has no bf16 and no e4m3: those stand as their bits, uint16 and uint8, beside a
-text under the key `<name>_dtype` that says which ("bf16", "e4m3"). Beside e4m3 tensors there may be `q_descale`, `k_descale` and
+text under the key `<name>_dtype` that says which ("bf16", "e4m3"). int8 stands as such. Beside 8-bit tensors there may be `q_descale`, `k_descale` and
 `v_descale`, each one number or an fp32 array of the form that the schedule's scale_granularity asks for.
 """
 
