@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import re
 from dataclasses import replace
 from fractions import Fraction
@@ -13,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from known_faults import unexpected_faults
+from random_schedules import legal_pair
 from test_builtin import check as check_built
 from test_quantise_kernels import NO_KEYS, RAGGED, WAYS, codes_differ, inputs, name_of
 
@@ -258,6 +260,23 @@ def test_the_simulated_kernel_is_as_exact_as_its_baseline(changes: dict[str, Any
         out, lse = simulate(attention, schedule, c.q, c.k, c.given_v, **c.descales)
         verdict = check(attention, c.q, c.k, c.v, out, lse, schedule=schedule, **c.row_descales)
         assert verdict.passed, (problem, verdict)
+
+
+@pytest.mark.parametrize("chunk", range(4))
+def test_random_schedules_for_e4m3_compute_int8(chunk: int) -> None:
+    """What is legal for the one is so for the other."""
+    rng = random.Random(f"int8 {chunk}")
+    pairs = (legal_pair(rng) for _ in itertools.count())
+    for number, (attention, schedule) in enumerate(itertools.islice((p for p in pairs if p[0].dtype == "e4m3"), 8)):
+        attention = attention.replace(dtype="int8")
+        plan = fagen.plan(attention, schedule)  # proven
+        sk = rng.choice((0, 1, schedule.tile_kv - 1, schedule.tile_kv + 1, 3 * schedule.tile_kv))
+        kind = rng.choice(("normal", "descaled", "growing", "sink"))
+        problem = CheckProblem(1, rng.choice((1, schedule.tile_q + 1)), min(sk, 500), 2, 1, kind)
+        c = make_case(attention, schedule, problem, seed=number)
+        out, lse = simulate(attention, schedule, c.q, c.k, c.given_v, seed=number, plan=plan, num_sms=2, **c.descales)
+        verdict = check(attention, c.q, c.k, c.v, out, lse, **c.row_descales)
+        assert verdict.passed, f"{attention}\n{schedule}\n{problem}: {verdict.reason}"
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
