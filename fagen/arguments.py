@@ -188,7 +188,7 @@ class BoundCall:
         self._pool, self._use = pool, Use(user, requests)
         self._own = tuple(own.values())
         self._no_keys = launch.problem.sk == 0
-        self._scaled = plan.attention.dtype == "e4m3"
+        self._scaled = plan.attention.has_descales
         scales = DESCALES if self._scaled else ()
         names = TENSORS + scales + tuple(w[0] for w in requests) + tuple(own)
         self._make = partial(_buffers, plan, launch, functions, names)
@@ -200,7 +200,7 @@ class BoundCall:
     def run(
         self, addresses: tuple[int, ...], stream: int, scales: tuple[int, ...] = (0, 0, 0), numbers: tuple[float, ...] = ONES
     ) -> None:
-        """Launch on a stream of this device. `addresses` in device memory of q, k, v, out, lse; of k and v any without keys. For e4m3
+        """Launch on a stream of this device. `addresses` in device memory of q, k, v, out, lse; of k and v any without keys. For 8-bit tensors
         `scales`: addresses of the DESCALES that are arrays, 0 of the others, which are `numbers`.
 
         InputError: an address is misaligned, or the driver cannot describe a tensor to TMA.

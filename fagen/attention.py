@@ -21,9 +21,9 @@ class Attention(Value):
     head_dim_v: int | None = None
     """Columns of V and of the output; None: as head_dim."""
     dtype: str = "bf16"
-    """Of q, k and v: "bf16", "fp16" or "e4m3"."""
+    """Of q, k and v: "bf16", "fp16" or "e4m3"; "int8": of q and k, whose v is e4m3."""
     out_dtype: str | None = None
-    """Of the output; None: the input's, bf16 for e4m3."""
+    """Of the output; None: the input's, bf16 for the 8-bit types."""
     mask: str = "full"
     """"full"; "causal": row i sees key j if j ≤ i + seqlen_k − seqlen_q (aligned bottom-right); "window"."""
     scale: float | None = None
@@ -49,8 +49,22 @@ class Attention(Value):
         return self.softmax_scale * math.log2(math.e)
 
     @property
+    def v_dtype(self) -> str:
+        """Of v, and so of P, the other operand of their product."""
+        return "e4m3" if self.dtype == "int8" else self.dtype
+
+    @property
+    def has_descales(self) -> bool:
+        """Whether q, k and v stand for themselves times descales: the 8-bit types."""
+        return self.dtype in ("e4m3", "int8")
+
+    def dtype_of(self, tensor: str) -> str:
+        """Of "q", "k", "v" or "out"."""
+        return {"v": self.v_dtype, "out": self.output_dtype}.get(tensor, self.dtype)
+
+    @property
     def output_dtype(self) -> str:
-        return self.out_dtype or ("bf16" if self.dtype == "e4m3" else self.dtype)
+        return self.out_dtype or ("bf16" if self.has_descales else self.dtype)
 
     @property
     def causal(self) -> bool:

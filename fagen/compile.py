@@ -84,7 +84,8 @@ def _fresh(source: Source, ids: frozenset[str]) -> tuple[Compiled, dict[str, sas
 
 
 def _cached(source: Source, ids: frozenset[str]) -> tuple[Compiled, dict[str, sass.KernelSass] | None]:
-    """As `_fresh`, through the user's cache. An entry made where there was no nvdisasm is completed where there is one."""
+    """As `_fresh`, through the user's cache. An entry made where there was no nvdisasm, or by a version that counted other instructions, is
+    completed where there is one."""
     try:
         store = cache.default()
     except OSError:  # not even a temporary directory (the warning has been given): every build compiles
@@ -110,8 +111,9 @@ def _pack(compiled: Compiled, code: Mapping[str, sass.KernelSass] | None) -> dic
 def _unpack(files: cache.Files) -> tuple[Compiled, dict[str, sass.KernelSass] | None]:
     facts = json.loads(files["facts.json"])
     compiled = Compiled(files["kernel.cubin"], files["log.txt"].decode(), facts["compiler"], facts["seconds"])
-    code = facts["sass"]
-    return compiled, None if code is None else {name: sass.KernelSass.from_dict(k) for name, k in code.items()}
+    code = {name: sass.KernelSass.from_dict(k) for name, k in (facts["sass"] or {}).items()}
+    current = all(k.counts.keys() == set(sass.COUNTED) for k in code.values())
+    return compiled, code if code and current else None
 
 
 # ---------------------------------------------------------------------------------------------------------------- on disk

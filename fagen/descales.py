@@ -44,8 +44,8 @@ STANDS_FOR_ZERO = 2.0**-100
 def refuse_unless_8_bit(attention: Attention, given: dict[str, Any]) -> None:
     """An InputError for the first descale that is given (not None) with 16-bit inputs."""
     for name, value in given.items():
-        if value is not None and attention.dtype != "e4m3":
-            raise InputError(name, f"given with {attention.dtype} inputs; only e4m3 tensors have a descale")
+        if value is not None and not attention.has_descales:
+            raise InputError(name, f"given with {attention.dtype} inputs; only e4m3 and int8 tensors have a descale")
 
 
 @dataclass(frozen=True)

@@ -309,8 +309,8 @@ class KernelLaunch:
 
 
 TENSOR_MAP_BYTES = 128
-_TENSOR_MAP_TYPES = {"bf16": ("BFLOAT16", 2), "fp16": ("FLOAT16", 2), "e4m3": ("UINT8", 1)}
-"""CUtensorMapDataType and bytes; e4m3 has no type of its own: the bits move unchanged."""
+_TENSOR_MAP_TYPES = {"bf16": ("BFLOAT16", 2), "fp16": ("FLOAT16", 2), "e4m3": ("UINT8", 1), "int8": ("UINT8", 1)}
+"""CUtensorMapDataType and bytes; e4m3 and int8 have no type of their own: the bits move unchanged."""
 
 
 class TensorMapEncoder:

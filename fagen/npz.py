@@ -1,7 +1,7 @@
 """Tensors in .npz files, as `fagen run --input qkv.npz --output out.npz` reads and writes them.
 
 fp16 and fp32 arrays stand as such. NumPy's format has no bf16 and no e4m3: those stand as their bits, uint16 and uint8, beside a
-text under the key `<name>_dtype` that says which ("bf16", "e4m3"). Beside e4m3 tensors there may be `q_descale`, `k_descale` and
+text under the key `<name>_dtype` that says which ("bf16", "e4m3"). int8 stands as such. Beside 8-bit tensors there may be `q_descale`, `k_descale` and
 `v_descale`, each one number or an fp32 array of the form that the schedule's scale_granularity asks for.
 """
 
@@ -32,13 +32,13 @@ _UNREADABLE = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib
 
 
 def read_inputs(path: str | Path, attention: Attention, cast: bool = False) -> tuple[Array, Array, Array]:
-    """q, k and v from a file, as arrays of the attention's dtype (of ml_dtypes for bf16 and e4m3).
+    """q, k and v from a file, as arrays of the attention's dtype (of ml_dtypes for bf16 and e4m3; beside int8 q and k, v is e4m3).
 
     A tensor of another dtype is an InputError unless `cast`; then it is rounded to nearest, and an InputError if a finite value
-    becomes infinite or NaN. Shapes are checked by who uses them.
+    becomes infinite or NaN. int8, whose values stand for multiples of a scale, is never converted. Shapes are checked by who uses them.
     """
     arrays = read(path, ("q", "k", "v"))
-    q, k, v = (_as_dtype(path, name, arrays[name], attention.dtype, cast) for name in ("q", "k", "v"))
+    q, k, v = (_as_dtype(path, name, arrays[name], attention.dtype_of(name), cast) for name in ("q", "k", "v"))
     return q, k, v
 
 
@@ -49,9 +49,9 @@ def read_descales(path: str | Path, attention: Attention, cast: bool = False) ->
     """
     found = read(path, (), optional=DESCALES)
     for name, x in found.items():
-        if attention.dtype != "e4m3":
+        if not attention.has_descales:
             raise InputError(
-                str(path), f"has a {name}, but the attention takes {attention.dtype}; only e4m3 tensors have a descale"
+                str(path), f"has a {name}, but the attention takes {attention.dtype}; only e4m3 and int8 tensors have a descale"
             )
         if x.ndim:
             found[name] = _as_dtype(path, name, x, "fp32", cast, "a descale is")
@@ -80,7 +80,7 @@ def read(path: str | Path, names: tuple[str, ...], optional: tuple[str, ...] = (
 
 
 def write(path: str | Path, arrays: Mapping[str, Array]) -> None:
-    """Write tensors (fp16, fp32, bf16, e4m3) to a file that appears whole or not at all. InputError if it cannot be written."""
+    """Write tensors (fp16, fp32, int8, bf16, e4m3) to a file that appears whole or not at all. InputError if it cannot be written."""
     content: dict[str, Any] = {}
     for name, array in arrays.items():
         dtype = _NAMES.get(array.dtype)
@@ -114,8 +114,8 @@ def _decode(path: str | Path, name: str, loaded: Any) -> Array:
         if array.dtype in _BITS.values():
             legal = next(n for n, bits in _BITS.items() if bits == array.dtype)
             raise InputError(str(path), f"{name} is {array.dtype}, and no {name}_dtype says what it stands for (such as {legal!r})")
-        if array.dtype.kind != "f":
-            raise InputError(str(path), f"{name} is {array.dtype}; expected a floating-point array")
+        if array.dtype.kind != "f" and array.dtype != DTYPES["int8"]:
+            raise InputError(str(path), f"{name} is {array.dtype}; expected a floating-point array, or int8")
         return array
     if label not in DTYPES:
         raise InputError(str(path), f"{name}_dtype is {label!r}; legal: {', '.join(DTYPES)}")
@@ -130,6 +130,9 @@ def _as_dtype(path: str | Path, name: str, array: Array, dtype: str, cast: bool,
     if array.dtype == wanted:
         return array
     have = _NAMES.get(array.dtype, array.dtype.name)
+    if "int8" in (dtype, have):
+        why = "int8 stands for multiples of a scale, so that --cast does not convert it"
+        raise InputError(str(path), f"{name} is {have}, {rule} {dtype}; {why}")
     if not cast:
         raise InputError(str(path), f"{name} is {have}, {rule} {dtype}; --cast converts it")
     wide = array.astype(np.float64)

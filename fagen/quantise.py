@@ -1,4 +1,4 @@
-"""`fagen.quantise`: 16-bit q, k and v → e4m3 tensors and their descales, by the kernels that a plan with `precision` begins with."""
+"""`fagen.quantise`: 16-bit q, k and v → 8-bit tensors and their descales, by the kernels that a plan with `precision` begins with."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ from .library import load
 from .oracle.numeric import DTYPES
 from .plan.build import quantise_plan
 from .plan.kernel import DESCALES, Plan, Problem, Workspace
-from .plan.quantised import QUANTISED, SHIFTS, idle
+from .plan.precision import names
+from .plan.quantised import SHIFTS, idle
 from .plan.rules import CHOICES, HEAD_DIMS, MAX_TILE_KV, SCALES
+from .tuned import PRECISIONS
 from .workspace import Use, workspaces
 
 HALF_TYPES = ("bf16", "fp16")
@@ -32,7 +34,7 @@ INPUTS = ("q", "k", "v")
 class Quantised(NamedTuple):
     """q · q_descale stands for what was q, and so k and v. Tensors are of the caller's library.
 
-    q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, kv_heads, head_dim), e4m3, contiguous. Descales are float32: with
+    q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, kv_heads, head_dim), contiguous; v e4m3, q and k too or int8. Descales are float32: with
     granularity "tensor" (1,); "head" (batch, kv_heads) for all three; "block" (batch, heads, ⌈seqlen_q / tile_q⌉) for q,
     (batch, kv_heads, ⌈seqlen_k / tile_kv⌉) for k and v. With `hadamard` q and k are those rotated, with `smooth_k` k is without its
     mean: scores q · k are the same, in the second case but for a number of each row, which `lse_shift` (batch, heads, seqlen_q) gives
@@ -53,6 +55,7 @@ def quantise(
     k: Any,
     v: Any,
     *,
+    precision: str = "fp8",
     granularity: str = "head",
     hadamard: bool = False,
     smooth_k: bool = False,
@@ -64,20 +67,22 @@ def quantise(
     """Quantise attention's inputs on the GPU.
 
     q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, kv_heads, head_dim), bf16 or fp16, of one library, with strides as
-    `Kernel` takes them; head_dim 64, 128 or 256. `granularity`: what shares a scale, "tensor", "head" (a batch and KV head: q's heads of a
-    group share one) or "block" of `tile_q` rows of q and `tile_kv` rows of k and v. `hadamard`: rotate q and k first, by the fixed signs of
+    `Kernel` takes them; head_dim 64, 128 or 256. `precision`: "fp8": all to e4m3; "int8": q and k to integers, v to e4m3. `granularity`:
+    what shares a scale, "tensor", "head" (a batch and KV head: q's heads of a group share one) or "block" of `tile_q` rows of q and `tile_kv` rows of k and v. `hadamard`: rotate q and k first, by the fixed signs of
     `fagen.plan.rotation`. `smooth_k`: take k's mean over the sequence off first. `scale`: the softmax scale, for lse_shift; None:
     head_dim ** −0.5. `stream` as for `Kernel`.
 
-    The largest finite |value| that shares a scale becomes 448. Values are rounded to nearest even; ±inf becomes ±448, NaN stays NaN (under
-    `hadamard` the whole row, under `smooth_k` the whole head), and neither touches the scale. Where all is 0 the scale is finite.
+    e4m3: the largest finite |value| that shares a scale becomes 448. Values are rounded to nearest even; ±inf becomes ±448, NaN stays NaN
+    (under `hadamard` the whole row, under `smooth_k` the whole head), and neither touches the scale. int8: the largest |value| becomes 127,
+    values are rounded to nearest even. There is no code for NaN and ±inf: one of them among the values of a scale (rotated and smoothed)
+    makes that descale NaN, so that out and lse are NaN in every row that it takes part in. Where all is 0 the scale is finite.
 
     Reads q, k and v twice, with "block" once (k twice under `smooth_k`). Compiles at the first call of its kind. Raises InputError naming
     the argument, LaunchError where there is no suitable GPU.
     """
     given = {"q": q, "k": k, "v": v}
     framework = common_framework(given)
-    options = checked_options(granularity, hadamard, smooth_k, tile_q, tile_kv, scale)
+    options = checked_options(granularity, hadamard, smooth_k, tile_q, tile_kv, scale, precision)
     if framework is None:
         return _quantise_numpy(given, options, stream)
     device = common_device(framework, given)
@@ -92,7 +97,7 @@ def quantise(
             places = {n: framework.describe(n, t, handle)[0].ptr for n, t in made.items()}
             kernel.run(device, problem, strides, {n: a.ptr for n, a in arrays.items()} | places, handle)
             framework.finish(handle)
-    return _result(made)
+    return _result(made, kernel.plan)
 
 
 def _quantise_numpy(given: dict[str, Any], options: Options, stream: Any) -> Quantised:
@@ -110,24 +115,29 @@ def _quantise_numpy(given: dict[str, Any], options: Options, stream: Any) -> Qua
             kernel.run(device, problem, strides, places, handle)
             for n, t in made.items():
                 staging.download(places[n], t)
-    return _result(made)
+    return _result(made, kernel.plan)
 
 
 # what is asked for --------------------------------------------------------------------------------------------------------
 
 
 class Options(NamedTuple):
-    """Checked arguments of `quantise`; tile sizes as the schedule takes them."""
+    """Checked arguments of `quantise`; precision and tile sizes as the schedule takes them."""
 
     granularity: str
     hadamard: bool
     smooth_k: bool
     tiles: tuple[tuple[str, int], ...]
     scale: float | None
+    precision: str
 
 
-def checked_options(granularity: Any, hadamard: Any, smooth_k: Any, tile_q: Any, tile_kv: Any, scale: Any) -> Options:
+def checked_options(
+    granularity: Any, hadamard: Any, smooth_k: Any, tile_q: Any, tile_kv: Any, scale: Any, precision: Any = "fp8"
+) -> Options:
     """InputError naming the option that is wrong."""
+    if precision not in tuple(PRECISIONS):
+        raise InputError("precision", f"is {precision!r}; expected {' or '.join(map(repr, PRECISIONS))}")
     kinds = [c for c in CHOICES["scale_granularity"] if c is not None]
     if granularity not in kinds:
         raise InputError("granularity", f"is {granularity!r}; expected one of {', '.join(map(repr, kinds))}")
@@ -146,7 +156,9 @@ def checked_options(granularity: Any, hadamard: Any, smooth_k: Any, tile_q: Any,
             raise InputError("scale", "given without smooth_k; only lse_shift depends on it")
         if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not SCALES[0] <= scale <= SCALES[1]:
             raise InputError("scale", f"is {scale!r}; expected a number from {SCALES[0]:g} to {SCALES[1]:g}")
-    return Options(granularity, hadamard, smooth_k, tuple((n, r) for n, r in tiles.items() if r is not None), scale)
+    return Options(
+        granularity, hadamard, smooth_k, tuple((n, r) for n, r in tiles.items() if r is not None), scale, PRECISIONS[precision]
+    )
 
 
 def plan_of(head_dim: int, dtype: str, options: Options) -> Plan:
@@ -158,7 +170,7 @@ def plan_of(head_dim: int, dtype: str, options: Options) -> Plan:
     own = load("fa3_fp8", head_dim=head_dim)
     attention = Attention(head_dim=head_dim, dtype=dtype, scale=options.scale)
     schedule = own.schedule.replace(
-        precision="e4m3",
+        precision=options.precision,
         scale_granularity=options.granularity,
         hadamard=options.hadamard,
         smooth_k=options.smooth_k,
@@ -233,8 +245,8 @@ class QuantiseKernel(Kernel):
                     raise ready.failure(status)
 
 
-def _result(made: Mapping[str, Any]) -> Quantised:
-    q, k, v = (made[QUANTISED[t]] for t in INPUTS)
+def _result(made: Mapping[str, Any], plan: Plan) -> Quantised:
+    q, k, v = (made[n] for n in names(plan.attention, plan.schedule).values())
     of_q, of_k, of_v = (made[n] for n in DESCALES)
     return Quantised(q, k, v, of_q, of_k, of_v, made.get(SHIFTS))
 
@@ -243,7 +255,7 @@ def caller_shape(w: Workspace, problem: Problem, plan: Plan) -> tuple[int, ...]:
     """Of an output: tensors as (batch, seq, heads, head_dim), descales and shifts without dimensions of one number."""
     env = {f: getattr(problem, f) for f in ("batch", "sq", "sk", "hq", "hkv")}
     batch, heads, rows, cols = (x.eval(env) for x in w.shape)
-    if w.name in QUANTISED.values():
+    if w.name in names(plan.attention, plan.schedule).values():
         return batch, rows, heads, cols
     if w.name in DESCALES and plan.schedule.scale_granularity == "tensor":
         return (1,)
@@ -257,6 +269,7 @@ def simulate_quantise(
     k: Any,
     v: Any,
     *,
+    precision: str = "fp8",
     granularity: str = "head",
     hadamard: bool = False,
     smooth_k: bool = False,
@@ -269,15 +282,15 @@ def simulate_quantise(
     from .oracle.simulator import simulate_outputs
 
     q, k, v = (np.asarray(x) for x in (q, k, v))
-    options = checked_options(granularity, hadamard, smooth_k, tile_q, tile_kv, scale)
+    options = checked_options(granularity, hadamard, smooth_k, tile_q, tile_kv, scale, precision)
     if q.ndim != 4:
         raise InputError("q", f"has {q.ndim} dimensions; needs (batch, seqlen_q, heads, head_dim)")
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    plan = plan_of(q.shape[3], names.get(q.dtype, str(q.dtype)), options)
+    known = {dtype: name for name, dtype in DTYPES.items()}
+    plan = plan_of(q.shape[3], known.get(q.dtype, str(q.dtype)), options)
     problem, spaces = simulate_outputs(plan, q, k, v, seed=seed)
     made = {}
     for w in plan.outputs:
         x = spaces[w.name]
-        x = x.transpose(0, 2, 1, 3) if w.name in QUANTISED.values() else x
+        x = x.transpose(0, 2, 1, 3) if w.name in names(plan.attention, plan.schedule).values() else x
         made[w.name] = np.ascontiguousarray(x.astype(DTYPES[w.dtype])).reshape(caller_shape(w, problem, plan))
-    return _result(made)
+    return _result(made, plan)

@@ -1,8 +1,8 @@
 """The machine code of a cubin: disassembly, counts of the instructions that matter, and the faults that cost speed.
 
 Works without a GPU: `nvdisasm` comes from NVIDIA's wheel (`pip install 'fagen[sass]'`) or from PATH. What the names mean
-(SASS is documented only by its mnemonics, in the CUDA binary utilities manual): HGMMA and QGMMA are wgmma on 16-bit and 8-bit
-operands, WARPGROUP.ARRIVE is wgmma.fence, WARPGROUP.DEPBAR wgmma.wait_group, HMMA mma.sync, UTMALDG a TMA load, SYNCS an mbarrier
+(SASS is documented only by its mnemonics, in the CUDA binary utilities manual): HGMMA, QGMMA and IGMMA are wgmma on 16-bit and 8-bit floating-point
+and on integer operands, WARPGROUP.ARRIVE is wgmma.fence, WARPGROUP.DEPBAR wgmma.wait_group, HMMA mma.sync, UTMALDG a TMA load, SYNCS an mbarrier
 operation, USETMAXREG setmaxnreg, LDGSTS cp.async, STL and LDL accesses to local memory (spills).
 """
 
@@ -28,6 +28,7 @@ COUNTED = (
     *(
         "HGMMA",
         "QGMMA",
+        "IGMMA",
         "HMMA",
         "WARPGROUP.DEPBAR",
         "WARPGROUP.ARRIVE",
@@ -70,7 +71,7 @@ class Instruction:
 
     @property
     def is_wgmma(self) -> bool:
-        return self.base in ("HGMMA", "QGMMA")
+        return self.base in ("HGMMA", "QGMMA", "IGMMA")
 
 
 Code = Sequence[Instruction]

@@ -63,19 +63,19 @@ class Schedule(Value):
     """What exponentials are taken against: the "running" maximum, or a "stale" one with a check and an exact fallback."""
     precision: str | None = None
     """What the products are computed in. None: the attention's dtype. "e4m3", of 16-bit tensors: kernels of the same plan quantise q, k
-    and v into workspaces, from which the attention kernel then reads."""
+    and v into workspaces, from which the attention kernel then reads. "int8": likewise, q and k to integers, v to e4m3."""
     scale_granularity: str | None = None
-    """e4m3: what one quantisation scale covers: a "tensor", a "head" (one KV head of one batch), or a "block" of `tile_q` query rows or
+    """8-bit types: what one quantisation scale covers: a "tensor", a "head" (one KV head of one batch), or a "block" of `tile_q` query rows or
     `tile_kv` keys. 16-bit: None."""
     hadamard: bool = False
-    """precision "e4m3": Q and K are rotated by a Hadamard matrix with random signs before they are rounded (incoherent processing), which
+    """With `precision`: Q and K are rotated by a Hadamard matrix with random signs before they are rounded (incoherent processing), which
     spreads large columns; scores stay what they were."""
     smooth_k: bool = False
-    """precision "e4m3": K's mean over the sequence is taken off before it is rounded. out is that of K itself; lse gets its part back."""
+    """With `precision`: K's mean over the sequence is taken off before it is rounded. out is that of K itself; lse gets its part back."""
     v_transposed: bool = False
-    """e4m3: V is given as (batch, heads, head_dim_v, seqlen); otherwise the kernel transposes it."""
+    """An e4m3 V is given as (batch, heads, head_dim_v, seqlen); otherwise the kernel transposes it."""
     promote_every: int | None = None
-    """e4m3: add the tensor core's accumulator, which keeps about 13 bits, to a float32 copy every so many key blocks, and start it anew.
+    """e4m3 P·V: add the tensor core's accumulator, which keeps about 13 bits, to a float32 copy every so many key blocks, and start it anew.
     None: never."""
 
     @property

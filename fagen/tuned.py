@@ -7,7 +7,7 @@ file), dtype, head_dim, mask, and the *bucket* of the problem it was measured on
   tiles    "few" if there are fewer tiles of 128 query rows (batch · heads · ⌈seqlen_q / 128⌉) than SMs, else "many"
 
 A problem takes the entry of its own bucket. Where there is none, the *nearest* one: of its head_dim always, and then, in this order,
-of the same device family, dtype (bf16 and fp16 stand in for each other, never for e4m3), mask and tiles, and of the closest length in
+of the same device family, dtype (bf16 and fp16 stand in for each other, and so do e4m3 and int8), mask and tiles, and of the closest length in
 ratio, the longer of two equally close ones. An entry is checked again whenever it is chosen: one that is not legal for the
 attention, or whose schedule is no longer the one that was measured, is passed over. What has no entry gets the built-in schedule.
 """
@@ -39,7 +39,9 @@ SHORTEST = 128
 """Lengths below it count as this one: a block of keys is about as long."""
 TILE_ROWS = 128
 HALF_TYPES = ("bf16", "fp16")
-BUILTIN = {"bf16": "fa3", "fp16": "fa3", "e4m3": "fa3_fp8"}
+EIGHT_BIT_TYPES = ("e4m3", "int8")
+"""Types whose kernels do work of the same shape: an entry of one serves the other."""
+BUILTIN = {"bf16": "fa3", "fp16": "fa3", "e4m3": "fa3_fp8", "int8": "fa3_fp8"}
 """What an attention of that dtype falls back to on Hopper."""
 
 
@@ -297,17 +299,25 @@ def choose(attention: Attention, problem: Problem, device: Device = H200, tables
     )
 
 
-FP8: dict[str, Any] = {"precision": "e4m3", "scale_granularity": "head", "hadamard": True}
+PRECISIONS = {"fp8": "e4m3", "int8": "int8"}
+"""What callers ask for → `Schedule.precision`."""
+QUANTISED: dict[str, Any] = {"scale_granularity": "head", "hadamard": True}
 """How 16-bit tensors are quantised where nothing else is asked for: the most exact way that costs little."""
 
 
 def choose_quantised(
-    attention: Attention, problem: Problem, device: Device = H200, tables: Sequence[Table] | None = None
+    attention: Attention,
+    problem: Problem,
+    device: Device = H200,
+    tables: Sequence[Table] | None = None,
+    *,
+    precision: str = "e4m3",
 ) -> Choice:
-    """As `choose`, for 16-bit tensors that are quantised first: the schedule for e4m3 tensors of that size, and `FP8`."""
-    inner = attention.replace(dtype="e4m3", out_dtype=attention.output_dtype)
+    """As `choose`, for 16-bit tensors that are quantised first, to `precision`: the schedule for 8-bit tensors of that type and size, and
+    `QUANTISED`."""
+    inner = attention.replace(dtype=precision, out_dtype=attention.output_dtype)
     choice = choose(inner, problem, device, tables)
-    schedule = choice.schedule.replace(**FP8)
+    schedule = choice.schedule.replace(precision=precision, **QUANTISED)
     check(attention, schedule)
     return Choice(schedule, choice.entry, f"{choice.why}; q, k and v are quantised first")
 
@@ -317,7 +327,8 @@ def _nearest_first(attention: Attention, bucket: Bucket, device: Device, tables:
 
     def may(entry: Entry) -> bool:
         types = {entry.dtype, attention.dtype}
-        return entry.head_dim == attention.head_dim and (len(types) == 1 or types <= set(HALF_TYPES))
+        same = len(types) == 1 or types <= set(HALF_TYPES) or types <= set(EIGHT_BIT_TYPES)
+        return entry.head_dim == attention.head_dim and same
 
     def distance(found: tuple[Table, Entry]) -> tuple[bool, bool, bool, bool, float, int]:
         table, entry = found
@@ -349,8 +360,8 @@ def _mma_sync(attention: Attention, device: Device) -> Choice:
     where = f"{device.name} (compute capability {major}.{minor})"
     if major != 8:
         raise LaunchError(f"no schedule runs on {where}; there are some for compute capability 8.x and for 9.0")
-    if attention.dtype == "e4m3":
-        raise LaunchError(f"e4m3 attention needs compute capability 9.0; this is {where}")
+    if attention.has_descales:
+        raise LaunchError(f"{attention.dtype} attention needs compute capability 9.0; this is {where}")
     own = load("fa2", head_dim=attention.head_dim).schedule.replace(arch="sm_80")
     smaller = [own, *own.sweep(stages=(own.stages, 1), tile_kv=(own.tile_kv, own.tile_kv // 2))]
     needs = []

@@ -75,7 +75,7 @@ def run_on_gpu(
 def peer_rows(trial: Trial) -> tuple[PeerRow, ...]:
     """The peer in 16 bits and in e4m3, as far as the trial has kernels of ours to compare it with."""
     title = peers.PEERS[PEER].title
-    mine = {r.quantiser is not None: r for _, r in trial.recipes}
+    mine = {r.quantiser is not None: r for _, r in trial.recipes if r.attention.dtype != "int8"}
     rows = []
     if False in mine:
         rows.append(PeerRow(title, mine[False].label, mine[False].attention, None))

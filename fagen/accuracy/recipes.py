@@ -34,6 +34,8 @@ WAYS = (
     Way("per block, Hadamard", "block", hadamard=True),
     Way("per block, Hadamard, smooth K", "block", hadamard=True, smooth_k=True),
 )
+INT8_WAYS = (WAYS[1], WAYS[4], WAYS[5], WAYS[6])
+"""Of q and k in int8, v in e4m3: as far as a tensor's scale is not too coarse for integers."""
 PLAIN = WAYS[0]
 """The row that the others are compared with."""
 
@@ -54,20 +56,30 @@ class Recipe:
 
 
 def recipes(attention: Attention, schedule: Schedule, dtype: str) -> tuple[Recipe, ...]:
-    """A 16-bit schedule: one row, in the type `dtype` of the tensors. One for e4m3: a row for each of `WAYS`."""
-    if attention.dtype != "e4m3":
+    """A 16-bit schedule: one row, in the type `dtype` of the tensors. One for 8-bit tensors: a row for each of `WAYS`, in e4m3, and one
+    for each of `INT8_WAYS`."""
+    if not attention.has_descales:
         kernel = attention.replace(dtype=dtype, out_dtype=None)
         return (Recipe(dtype, kernel, schedule, None, _refused(kernel, schedule)),)
-    return tuple(_eight_bit(attention, schedule, way, way.label) for way in WAYS)
+    integers = attention.replace(dtype="int8", out_dtype=attention.output_dtype)
+    return (
+        *(_eight_bit(_in_e4m3(attention), schedule, way, way.label) for way in WAYS),
+        *(_eight_bit(integers, schedule, way, f"int8 {way.label}") for way in INT8_WAYS),
+    )
 
 
 def long_recipes(attention: Attention, schedule: Schedule, dtype: str) -> tuple[Recipe, ...]:
-    """Rows for long keys: as `recipes` of a 16-bit schedule; of one for e4m3 the most exact way, with and without promotion of the
-    accumulator, all with the largest blocks that leave registers for a copy of it."""
-    if attention.dtype != "e4m3":
+    """Rows for long keys: as `recipes` of a 16-bit schedule; of one for 8-bit tensors the most exact way in e4m3, with and without
+    promotion of the accumulator, all with the largest blocks that leave registers for a copy of it."""
+    if not attention.has_descales:
         return recipes(attention, schedule, dtype)
+    attention = _in_e4m3(attention)
     way, roomy = WAYS[5], _with_room(attention, schedule)
     return tuple(_eight_bit(attention, roomy, way, f"{way.label}, {_promotion(every)}", every) for every in PROMOTIONS)
+
+
+def _in_e4m3(attention: Attention) -> Attention:
+    return attention.replace(dtype="e4m3", out_dtype=attention.output_dtype)
 
 
 def _promotion(every: int | None) -> str:
@@ -76,8 +88,15 @@ def _promotion(every: int | None) -> str:
 
 def _eight_bit(attention: Attention, schedule: Schedule, way: Way, label: str, promote_every: int | None = None) -> Recipe:
     chosen = _fitting(attention, schedule.replace(scale_granularity=way.granularity, promote_every=promote_every))
-    blocks = {"tile_q": chosen.tile_q, "tile_kv": chosen.tile_kv} if way.granularity == "block" else {}
-    quantiser = Quantiser(granularity=way.granularity, hadamard=way.hadamard, smooth_k=way.smooth_k, **blocks)
+    tile_q, tile_kv = (chosen.tile_q, chosen.tile_kv) if way.granularity == "block" else (None, None)
+    quantiser = Quantiser(
+        granularity=way.granularity,
+        hadamard=way.hadamard,
+        smooth_k=way.smooth_k,
+        tile_q=tile_q,
+        tile_kv=tile_kv,
+        dtype=attention.dtype,
+    )
     return Recipe(label, attention, chosen, quantiser, _refused(attention, chosen))
 
 

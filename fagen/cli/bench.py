@@ -112,7 +112,9 @@ def command(
     if from_results is None:
         kernels, peers = need.needed(schedules, settings, causal, grid, shapes, ablate), parse_peers(vs)
         if parts and all(k.item.schedule.precision is None for k in kernels):
-            raise InputError("--parts", "none of the schedules quantises; those with precision do, such as --set precision=e4m3")
+            raise InputError(
+                "--parts", "none of the schedules quantises; those with precision do, such as --set precision=e4m3 or int8"
+            )
         result = _measure(kernels, BenchSpec((), peers, rounds, sustained, seed, inputs), folder, parts)
     else:
         result = read_results(from_results)

@@ -138,7 +138,7 @@ def _tuned(settings: Sequence[str], grid: str | None, shapes: Sequence[str]) -> 
 
 def entries(settings: Sequence[str], causal: bool) -> list[Selected]:
     """Each kernel of the tuned tables once, whatever the sizes it is for. Settings of head_dim, dtype and mask keep the entries that have
-    them; others change every kernel. An entry that `tuned.choose` would pass over is left out, and said. InputError where none is left.
+    them (dtype=int8 those of e4m3 too, which serve it); others change every kernel. An entry that `tuned.choose` would pass over is left out, and said. InputError where none is left.
     """
     changes = parse_settings(settings, causal)
     wanted = {n: changes.pop(n) for n in ("head_dim", "dtype", "mask") if n in changes}
@@ -146,9 +146,11 @@ def entries(settings: Sequence[str], causal: bool) -> list[Selected]:
     knobs = {n: v for n, v in changes.items() if n not in mine}
     found: dict[Selected, None] = {}
     for entry in (e for table in tuned.builtin_tables() for e in table.entries):
-        if any(getattr(entry, n) != v for n, v in wanted.items()):
+        dtype = wanted.get("dtype", entry.dtype)
+        of_type = entry.dtype == dtype or (dtype, entry.dtype) == ("int8", "e4m3")
+        if not of_type or any(getattr(entry, n) != v for n, v in wanted.items() if n != "dtype"):
             continue
-        attention = load(entry.base, head_dim=entry.head_dim, dtype=entry.dtype, mask=entry.mask).attention.replace(**mine)
+        attention = load(entry.base, head_dim=entry.head_dim, dtype=dtype, mask=entry.mask).attention.replace(**mine)
         if reason := entry.unusable(attention):
             note(f"the tuned table's {entry.label} is left out: {reason}")
             continue

@@ -70,7 +70,7 @@ def _float(x: float) -> str:
 
 # a kernel ---------------------------------------------------------------------------------------------------------------
 
-C_TYPES = {"fp32": "float", "i32": "int", "bf16": "u16", "fp16": "u16", "e4m3": "unsigned char"}
+C_TYPES = {"fp32": "float", "i32": "int", "bf16": "u16", "fp16": "u16", "e4m3": "unsigned char", "int8": "unsigned char"}
 SCALAR_TYPES = {"i32": "int", "i64": "i64", "f32": "float", "divisor": "Divisor"}
 
 

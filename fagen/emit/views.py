@@ -16,7 +16,9 @@ from . import debug, trace, views_ladder, views_quantise, views_removal
 from .templates import Helpers, View, path
 
 PACK = {"bf16": ("pack_bf16", "bf16x2"), "fp16": ("pack_f16", "f16x2")}
-PTX_TYPE = {"bf16": "bf16", "fp16": "f16", "e4m3": "e4m3"}
+PTX_TYPE = {"bf16": "bf16", "fp16": "f16", "e4m3": "e4m3", "int8": "s8"}
+ACCUMULATOR = {"fp32": ("float", "f", "f32"), "i32": ("int", "r", "s32")}
+"""Its type in C, as an operand of asm, and in PTX."""
 
 
 class Scope:
@@ -200,7 +202,9 @@ def _load_scale(s: st.LoadScale, x: Scope) -> tuple[str, View]:
     known = [*(["SCALE_LOG2"] if s.constant != 1 else []), *([s.times] if s.times else [])]
     declare = f"{s.declare} " if s.declare else ""
     product = " * ".join([*known, *map(descale, s.factors)])
-    least = product if s.least is None else f"fmaxf({product}, {s.least:.9g}f)"
+    least = product if s.least is None else f"{'at_least' if s.keeps_nan else 'fmaxf'}({product}, {s.least:.9g}f)"
+    if s.keeps_nan:
+        x.helpers.need("steps/at_least")
     return "load_scale", {"declare": declare, "var": s.var, "product": least}
 
 
@@ -312,7 +316,11 @@ def _mma_wgmma(s: st.Mma, x: Scope) -> tuple[str, View]:
         a, a_param, a_at_k = x.descriptor(s.a, source.slot), "u64 a", f"a + {source.at_k.c()}"
     suffix = ("_rs" if isinstance(s.a, str) else "_ss") + ("_t" if s.trans_b else "")
     instruction = f"wgmma_m64n{d.cols}k{depth}{suffix}"
-    x.helpers.need("ptx/wgmma_mma_async", _wgmma_instruction(instruction, d.cols, depth, PTX_TYPE[tile.dtype], s))
+    if tile.dtype == "int8":
+        instruction += "_s8"
+        x.helpers.need("steps/pin")
+        x.helpers.need("steps/pin_int")
+    x.helpers.need("ptx/wgmma_mma_async", _wgmma_instruction(instruction, d, depth, tile.dtype, s))
     return "mma_wgmma", {
         "function": s.name,
         "title": _mma_title(s),
@@ -320,6 +328,7 @@ def _mma_wgmma(s: st.Mma, x: Scope) -> tuple[str, View]:
         "a": a,
         "b": x.descriptor(s.b, b.slot),
         "regs": d.registers,
+        "c_type": ACCUMULATOR[d.dtype][0],
         "a_param": a_param,
         "a_at_k": a_at_k,
         "b_at_k": b.at_k.c(),
@@ -329,10 +338,12 @@ def _mma_wgmma(s: st.Mma, x: Scope) -> tuple[str, View]:
     }
 
 
-def _wgmma_instruction(name: str, n: int, k: int, ab: str, s: st.Mma) -> View:
-    """Operand numbers of one wgmma: accumulators first, then A (a descriptor, or four registers), B's descriptor, the predicate."""
-    regs = n // 2
-    trans = f", {int(s.trans_b)}" if ab != "e4m3" else ""  # 8-bit operands have no transposition
+def _wgmma_instruction(name: str, d: st.Frag, k: int, dtype: str, s: st.Mma) -> View:
+    """Operand numbers of one wgmma: accumulators first, then A (a descriptor, or four registers), B's descriptor, the predicate; `tail`:
+    signs of A and B, which integers do not have, and transpositions, which 8-bit operands do not have (PTX ISA 9.7.15.5.2)."""
+    n, regs = d.cols, d.registers
+    c_type, register, ptx_d = ACCUMULATOR[d.dtype]
+    trans = f", {int(s.trans_b)}" if st.DTYPE_BYTES[dtype] == 2 else ""
     if isinstance(s.a, str):
         width, params, tail = 4, "u32 a0, u32 a1, u32 a2, u32 a3", trans
         operand = "{" + ", ".join(f"%{regs + i}" for i in range(4)) + "}"
@@ -343,14 +354,17 @@ def _wgmma_instruction(name: str, n: int, k: int, ab: str, s: st.Mma) -> View:
         "name": name,
         "n": n,
         "k": k,
-        "ab": ab,
+        "c_type": c_type,
+        "register": register,
+        "d": ptx_d,
+        "ab": PTX_TYPE[dtype],
         "regs": regs,
         "a_params": params,
         "a_operand": operand,
         "a_inputs": inputs,
         "b_at": regs + width,
         "p_at": regs + width + 1,
-        "tail": tail,
+        "tail": tail if dtype == "int8" else f", 1, 1{tail}",
     }
 
 
@@ -387,7 +401,7 @@ def _part_address(slot: st.Slot, x: Scope) -> str:
 
 
 def _mma_wait(s: st.MmaWait, x: Scope) -> tuple[str, View]:
-    return "mma_wait", {"pending": s.pending, "pins": [f for f in s.ready if x.frag(f).dtype == "fp32"]}
+    return "mma_wait", {"pending": s.pending, "pins": [f for f in s.ready if x.frag(f).dtype in ACCUMULATOR]}
 
 
 # registers --------------------------------------------------------------------------------------------------------------
@@ -493,6 +507,7 @@ _VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {
     st.Fill: _fill,
     st.Limits: _limits,
     st.Mask: _mask,
+    st.IntToFloat: lambda s, x: ("int_to_float", {"parts": x.zipped(dst=s.dst, src=s.src)}),
     st.OnlineSoftmax: _online_softmax,
     st.StaleSoftmax: _stale_softmax,
     st.Calm: _calm,

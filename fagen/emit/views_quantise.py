@@ -1,4 +1,4 @@
-"""Views of the steps that quantise: streamed rows, their statistics, rounding to e4m3."""
+"""Views of the steps that quantise: streamed rows, their statistics, rounding to 8 bits."""
 
 from __future__ import annotations
 
@@ -123,10 +123,19 @@ def _load_rows(s: qs.LoadRows, x: Scope) -> tuple[str, View]:
 
 def _abs_max(s: qs.AbsMax, x: Scope) -> tuple[str, View]:
     frag = _frag(s.x, x)
-    values = _values(s.x, s.flips, x) | {"m": f"{s.m}[0]"}
+    values = _values(s.x, s.flips, x) | {"m": f"{s.m}[0]"} | _order(s, x)
+    values["suffix"] += "_or_inf" if s.or_inf else ""
     if s.centre is None:
         return "abs_max", values
     return "abs_max_centred", values | {"centre": f"{s.centre}[0]", "row": _row(s, frag, x), "limit": x.c(s.limit)}
+
+
+def _order(s: qs.AbsMax | qs.ColumnMean, x: Scope) -> View:
+    """The functions by which sizes are compared as integers."""
+    suffix = "_or_inf" if s.or_inf else ""
+    x.helpers.need(f"steps/abs_order{suffix}")
+    rule = "; infinite where one of them is not finite" if s.or_inf else ", of those that are finite"
+    return {"order": f"abs_order{suffix}", "of_order": f"abs_of_order{suffix}", "rule": rule}
 
 
 def _column_stats(s: qs.ColumnStats, x: Scope) -> tuple[str, View]:
@@ -198,7 +207,9 @@ def _column_mean(s: qs.ColumnMean, x: Scope) -> tuple[str, View]:
     if s.high is None:
         return "column_mean", values
     assert s.fall is not None
-    return "column_mean_and_max", values | {"high": x.address(s.high, s, None), "fall": x.address(s.fall, s, None)}
+    known = {"high": x.address(s.high, s, None), "fall": x.address(s.fall, s, None)}
+    rule = {"otherwise": "infinity", "if_rows": "if (rows > 0) "} if s.or_inf else {"otherwise": "0", "if_rows": ""}
+    return "column_mean_and_max", values | known | rule | _order(s, x)
 
 
 def _load_columns(s: qs.LoadColumns, x: Scope) -> tuple[str, View]:
@@ -208,12 +219,16 @@ def _load_columns(s: qs.LoadColumns, x: Scope) -> tuple[str, View]:
 
 def _descale(s: qs.Descale, x: Scope) -> tuple[str, View]:
     inverse = [] if s.inverse is None else [x.address(s.inverse, s, s.row)]
+    largest = f"{qs.LARGEST[s.dtype]:.0f}.f"
+    factor = "" if s.factor == 1.0 else f" * {s.factor:.9g}f" if "." in f"{s.factor:.9g}" else f" * {s.factor:.9g}.f"
+    descale = f"__fdiv_rn(amax, {largest}){factor}"
     return "descale", {
         "var": s.var,
         "m": f"{s.m}[0][0]",
         "dst": x.address(s.dst, s, s.row),
         "inverse": inverse,
-        "factor": "" if s.factor == 1.0 else f" * {s.factor:.9g}f" if "." in f"{s.factor:.9g}" else f" * {s.factor:.9g}.f",
+        "largest": largest,
+        "descale": f"amax < -NEG_INF ? {descale} : __int_as_float(0x7fffffff)" if s.dtype == "int8" else descale,
         "least": f"{qs.LEAST_AMAX:.9g}f",
     }
 
@@ -225,7 +240,14 @@ def _load_scalar(s: qs.LoadScalar, x: Scope) -> tuple[str, View]:
 def _quantise_rows(s: qs.QuantiseRows, x: Scope) -> tuple[str, View]:
     frag = _frag(s.x, x)
     values = _values(s.x, s.flips, x)
+    dtype = x.kernel.gmem_of(s.dst).dtype
     suffix, parameters, arguments, before = values["suffix"], "", "", []
+    four = [f"v[4 * i{f' + {n}' if n else ''}]" for n in range(4)]
+    if dtype == "int8":
+        suffix += "_int8"
+        helper, pack = "steps/pack_int8", f"pack_int8({', '.join(four)}, scale)"
+    else:
+        helper, pack = "ptx/cvt_pack_e4m3", f"pack_e4m3({', '.join(f'{v} * scale' for v in four)})"
     if s.centre is not None:
         suffix += "_centred"
         parameters, arguments = ", const float (&centre)[16]", f", {s.centre}[0]"
@@ -240,11 +262,14 @@ def _quantise_rows(s: qs.QuantiseRows, x: Scope) -> tuple[str, View]:
             "const float dot = row_dot(v, dots);",
             f"if (threadIdx.x % {lanes} == 0 && row + r * {frag.unit_rows} < limit) shifts[row + r * {frag.unit_rows}] = dot * {number};",
         ]
+    x.helpers.need(helper)
     return "quantise_rows", values | {
         "suffix": suffix,
         "parameters": parameters,
         "arguments": arguments,
         "before": before,
+        "dtype": dtype,
+        "pack": pack,
         "dst": _rows_address(s.dst, s, frag, x),
         "stride": f"p.{s.dst}_ss",
         "scale": s.scale,

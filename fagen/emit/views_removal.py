@@ -11,8 +11,13 @@ from .templates import View
 if TYPE_CHECKING:
     from .views import Scope
 
-ORDINARY = {"bf16": (0x807F807F, 0x3F003F00), "fp16": (0x83FF83FF, 0x38003800), "e4m3": (0x87878787, 0x30303030)}
-"""Bits kept of a random word (sign and fraction), and set in it (the exponent of 0.5), by type."""
+ORDINARY = {
+    "bf16": (0x807F807F, 0x3F003F00),
+    "fp16": (0x83FF83FF, 0x38003800),
+    "e4m3": (0x87878787, 0x30303030),
+    "int8": (0xFEFEFEFE, 0x01010101),
+}
+"""Bits kept of a random word (sign and fraction), and set in it (the exponent of 0.5), by type; of int8 the odd numbers."""
 
 
 def _prefill(s: st.Prefill, x: Scope) -> tuple[str, View]:

@@ -9,7 +9,7 @@ from typing import Any
 from ..plan.expr import Expr
 from ..plan.kernel import KernelPlan, Plan
 from ..plan.quantise_steps import MEMORY
-from ..plan.steps import Body, ClaimTile, Forever, Frag, Let, Loop, Mma, Role, Slot, Smem, Step, Var, bodies, walk
+from ..plan.steps import Body, ClaimTile, Forever, Frag, IntToFloat, Let, Loop, Mma, Role, Slot, Smem, Step, Var, bodies, walk
 from .contexts import closure
 from .roofline import KernelCost
 
@@ -59,7 +59,8 @@ def _tiles(kernel: KernelPlan) -> Iterator[str]:
             slots = f"{tile.stages} slots" if tile.stages > 1 else "1 slot"
             size = tile.stages * tile.tile_bytes / 1024
             yield f"{src} lies in shared memory as {tile.rows} × {tile.cols} {tile.dtype} ({slots}, {size:.4g} KB), {when}."
-        held = [_held(f) for f in role.frags if f.registers > 2 * f.blocks]
+        turned = converted(role)
+        held = [_held(f, turned.get(f.name)) for f in role.frags if f.registers > 2 * f.blocks]
         if held:
             owner = "warpgroup" if any("64" in f.layout for f in role.frags) else "warp"
             yield f"In registers, each {owner} of {role.name}: {', '.join(held)}."
@@ -73,8 +74,14 @@ def _tiles(kernel: KernelPlan) -> Iterator[str]:
         yield f"{name} is in global memory: {' and '.join(verbs)} by this kernel."
 
 
-def _held(frag: Frag) -> str:
-    return f"{frag.name} {frag.rows} × {frag.cols} {frag.dtype} in {frag.registers} registers a thread"
+def converted(role: Role) -> dict[str, str]:
+    """Frag of integers → the one of float32 that it becomes, number by number: the same registers can hold both."""
+    return {s.src: s.dst for s in walk(role.body) if isinstance(s, IntToFloat)}
+
+
+def _held(frag: Frag, becomes: str | None) -> str:
+    where = f"the registers of {becomes}, which it becomes" if becomes else f"{frag.registers} registers a thread"
+    return f"{frag.name} {frag.rows} × {frag.cols} {frag.dtype} in {where}"
 
 
 def _touches(step: Step, field: str, name: str) -> bool:

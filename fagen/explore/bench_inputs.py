@@ -15,6 +15,8 @@ from typing import Any
 from ..attention import Attention
 from ..errors import InputError
 from ..interop.arrays import FRAMEWORK_NAMES
+from ..oracle.inputs import int8_units
+from ..oracle.numeric import INT8_MAX
 from ..plan.kernel import Problem
 
 KINDS = {
@@ -29,7 +31,7 @@ GROWTH = 30.0
 SINK_KEYS, SINK_SCORE = 4, 8.0
 Q_VALUE = 8.0
 """Of q in the columns that carry a pattern of scores; k has score / (Q_VALUE · scale) there."""
-LARGEST = {"bf16": 3.3e38, "fp16": 65504.0, "e4m3": 448.0}
+LARGEST = {"bf16": 3.3e38, "fp16": 65504.0}
 
 
 def check_inputs(kind: str, attention: Attention, problem: Problem, block: int | None = None) -> None:
@@ -38,8 +40,8 @@ def check_inputs(kind: str, attention: Attention, problem: Problem, block: int |
     if kind not in KINDS:
         raise InputError("--inputs", f"no inputs {kind!r}; there are {', '.join(KINDS)}")
     if kind == "growing":
-        if attention.dtype == "e4m3":
-            raise InputError("--inputs", "growing scores need more range than e4m3 has; there are normal and sink")
+        if attention.has_descales:
+            raise InputError("--inputs", f"growing scores need more range than {attention.dtype} has; there are normal and sink")
         largest = 0.0 if block is None else _per_unit(attention) * math.log(2) * GROWTH / block * problem.sk / 2
         if largest > LARGEST[attention.dtype]:
             raise InputError("--inputs", f"growing scores over {problem.sk} keys exceed the range of {attention.dtype}; use bf16")
@@ -51,11 +53,23 @@ def make_inputs(torch: Any, attention: Attention, problem: Problem, kind: str, s
     check_inputs(kind, attention, problem, block)
     p, a = problem, attention
     shapes = ((p.batch, p.sq, p.hq, a.head_dim), (p.batch, p.sk, p.hkv, a.head_dim), (p.batch, p.sk, p.hkv, a.dv))
-    q, k, v = (normal(torch, shape, a.dtype, seed + i) for i, shape in enumerate(shapes))
+    exact = "fp32" if a.dtype == "int8" else a.dtype
+    q, k, v = (normal(torch, shape, t, seed + i) for i, (shape, t) in enumerate(zip(shapes, (exact, exact, a.v_dtype))))
     for column, values in _pattern(torch, attention, problem, kind, block, k):
         q[..., column] = Q_VALUE
         k[..., column] = values[:, None].to(k.dtype)
-    return q, k, v
+    if a.dtype != "int8":
+        return q, k, v
+    units = int8_units(attention, "sink" if kind == "sink" else "normal")
+    return *((x / unit).round().clamp(-INT8_MAX, INT8_MAX).to(torch.int8) for x, unit in zip((q, k), units)), v
+
+
+def descales(attention: Attention, kind: str) -> dict[str, float]:
+    """What a call gives beside `make_inputs`; nothing for types whose values stand for themselves."""
+    if attention.dtype != "int8":
+        return {}
+    q, k = int8_units(attention, "sink" if kind == "sink" else "normal")
+    return {"q_descale": q, "k_descale": k}
 
 
 def normal(torch: Any, shape: tuple[int, ...], dtype: str, seed: int) -> Any:

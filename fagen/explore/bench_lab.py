@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 import math
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
 from .. import driver
+from ..attention import Attention
 from ..compile import load_built
 from ..errors import FagenError, InputError, LaunchError
 from ..interop.arrays import FRAMEWORK_NAMES
@@ -21,7 +22,7 @@ from ..oracle.yardstick import quantiser_of
 from ..plan.kernel import Problem
 from ..plan.quantised import moved_bytes
 from . import peers, verify
-from .bench_inputs import make_inputs, normal
+from .bench_inputs import descales, make_inputs, normal
 from .bench_result import BenchSpec, CaseSpec, KernelRef, Machine, Prediction, Row
 from .explain import predict, sentence
 from .timing import GraphTask, Task, TorchClock, open_sensors
@@ -172,7 +173,9 @@ class Lab:
         self._at("inputs and reference are made", PREPARE_SECONDS)
         blocks = [self._kernels[ref.directory, ref.file].plan.schedule.tile_kv for ref in case.kernels]
         q, k, v = make_inputs(self._torch, a, p, self._spec.inputs, seed, min(blocks, default=128))
-        want = verify.expected(self._torch, a, p, q, k, v, seed)
+        scales = descales(a, self._spec.inputs)
+        meant = (q, k) if not scales else (q.float() * scales["q_descale"], k.float() * scales["k_descale"])
+        want = verify.expected(self._torch, a, p, *meant, v, seed)
         wants: dict[Quantiser | None, verify.Expected] = {None: want}
         ours = []
         for ref in case.kernels:
@@ -180,10 +183,16 @@ class Lab:
             quantiser = quantiser_of(schedule)
             if quantiser not in wants:
                 wants[quantiser] = verify.expected(self._torch, a, p, q, k, v, seed, schedule)
-            ours.append(self._schedule(case, ref, q, k, v, wants[quantiser]))
-        return ours + [self._peer(case, name, q, k, v, want) for name in self._spec.peers]
+            ours.append(self._schedule(case, ref, q, k, v, scales, wants[quantiser]))
+        if scales and self._spec.peers:  # no peer computes int8: the same values in e4m3, judged by what they are then
+            a = a.replace(dtype="e4m3")
+            q, k = (x.to(self._dtype("e4m3")) for x in meant)
+            want = verify.expected(self._torch, a, p, q, k, v, seed)
+        return ours + [self._peer(a, name, q, k, v, want, " e4m3" if scales else "") for name in self._spec.peers]
 
-    def _schedule(self, case: CaseSpec, ref: KernelRef, q: Any, k: Any, v: Any, want: verify.Expected) -> Candidate:
+    def _schedule(
+        self, case: CaseSpec, ref: KernelRef, q: Any, k: Any, v: Any, scales: Mapping[str, float], want: verify.Expected
+    ) -> Candidate:
         torch, p, a = self._torch, case.problem, case.attention
         loaded = self._kernels[ref.directory, ref.file]
         # one of its own, so that unloading it ends no other's graph
@@ -201,11 +210,11 @@ class Lab:
         try:
             out = torch.full((p.batch, p.sq, p.hq, a.dv), float("nan"), dtype=self._dtype(a.output_dtype), device=q.device)
             lse = torch.full((p.batch, p.hq, p.sq), float("nan"), dtype=torch.float32, device=q.device)
-            kernel(q, k, v, out=out, lse=lse)
+            kernel(q, k, v, out=out, lse=lse, **scales)
             if ref.part == "attend":  # all kernels have run: what the part needs is there
                 out.fill_(float("nan"))
             if ref.part:
-                part(q, k, v, out=out, lse=lse)
+                part(q, k, v, out=out, lse=lse, **scales)
             row = replace(row, prediction=None if ref.part else prediction(kernel, p))
             if ref.part == "quantise":
                 row = replace(row, bytes=moved_bytes(kernel.plan, p))
@@ -215,21 +224,24 @@ class Lab:
             return Candidate(replace(row, reason=_one_line(e)), None)
         self._check_alive(ref.label)
         if ref.without:  # wrong by design: there is nothing to verify
-            return self._captured(replace(row, outcome="timed"), partial(kernel, q, k, v, out=out, lse=lse), kernel.unload)
+            return self._captured(
+                replace(row, outcome="timed"), partial(kernel, q, k, v, out=out, lse=lse, **scales), kernel.unload
+            )
 
         def whole_and_part() -> None:
-            kernel(q, k, v, out=out, lse=lse)  # leaves what the part reads
-            part(q, k, v, out=out, lse=lse)  # loads it: `release` has unloaded it with an earlier graph
+            kernel(q, k, v, out=out, lse=lse, **scales)  # leaves what the part reads
+            part(q, k, v, out=out, lse=lse, **scales)  # loads it: `release` has unloaded it with an earlier graph
 
         warm = whole_and_part if ref.part else None
-        return self._judged(row, lambda: part(q, k, v, out=out, lse=lse), out, lse, want, release, warm)
+        return self._judged(row, partial(part, q, k, v, out=out, lse=lse, **scales), out, lse, want, release, warm)
 
-    def _peer(self, case: CaseSpec, name: str, q: Any, k: Any, v: Any, want: verify.Expected) -> Candidate:
-        title = peers.PEERS[name].title
+    def _peer(self, attention: Attention, name: str, q: Any, k: Any, v: Any, want: verify.Expected, what: str) -> Candidate:
+        """`what` it computes, behind its title, where that is not the case's own type."""
+        title = f"{peers.PEERS[name].title}{what}"
         row = Row(title, "peer", name, None, None, None, "absent", "", None, None, None, None)
         self._at(f"{title} runs for the first time", PREPARE_SECONDS, title)
         try:
-            call, out = peers.prepare(name, self._torch, case.attention, q, k, v)
+            call, out = peers.prepare(name, self._torch, attention, q, k, v)
         except peers.PeerAbsent as e:
             self._check_alive(title, e)
             return Candidate(replace(row, reason=str(e)), None)

@@ -19,7 +19,19 @@ from .explain import predict, sentence
 from .machine import H200, Device
 from .timing import interval
 
-SASS_NAMES = ("HMMA", "HGMMA", "QGMMA", "WARPGROUP.DEPBAR", "BAR.SYNC", "BAR.ARV", "UTMALDG", "LDGSTS", "LDG.E.128", "USETMAXREG")
+SASS_NAMES = (
+    "HMMA",
+    "HGMMA",
+    "QGMMA",
+    "IGMMA",
+    "WARPGROUP.DEPBAR",
+    "BAR.SYNC",
+    "BAR.ARV",
+    "UTMALDG",
+    "LDGSTS",
+    "LDG.E.128",
+    "USETMAXREG",
+)
 """Counts that tell kernels apart; others of the report follow them where they differ."""
 
 

@@ -9,7 +9,7 @@ from ..plan.kernel import KernelPlan
 from ..plan.registers import launch_registers
 from ..plan.text import loop_nest
 from ..report import CompileReport
-from .answers import answers
+from .answers import answers, converted
 from .machine import H200, Device
 from .model import Predicted, predict_time
 from .roofline import Cost, KernelCost, cost
@@ -186,7 +186,7 @@ def registers(kernel: KernelPlan, compiled: dict[str, int] | None = None) -> lis
             "threads": role.threads,
             "planned": role.registers or launch_registers(kernel.threads),
             "setmaxnreg": role.registers is not None,
-            "tiles": {f.name: f.registers for f in role.frags},
+            "tiles": {f.name: f.registers for f in role.frags if f.name not in converted(role)},
             "compiled": (compiled or {}).get(role.name),
         }
         for role in kernel.roles

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..plan.steps import DTYPE_BYTES
+
 
 @dataclass(frozen=True)
 class Device:
@@ -40,7 +42,7 @@ class Device:
 
     def tensor_rate(self, unit: str, dtype: str) -> float:
         """Operations per second of one SM's tensor cores with that instruction ("wgmma", "mma_sync") and operand type."""
-        rate = self.wgmma_flops * (2 if dtype == "e4m3" else 1) * (self.mma_sync_share if unit == "mma_sync" else 1.0)
+        rate = self.wgmma_flops * (2 if DTYPE_BYTES[dtype] == 1 else 1) * (self.mma_sync_share if unit == "mma_sync" else 1.0)
         return rate * self.clock_mhz * 1e6
 
     @property

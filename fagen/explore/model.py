@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from ..plan import Plan, Problem, quantise_steps
 from ..plan.kernel import KernelPlan, scalar_env
-from ..plan.steps import Forever, Loop, Step, walk
+from ..plan.steps import DTYPE_BYTES, Forever, Loop, Step, walk
 from .machine import H200, Device
 from .replay import Replayed, replay
 from .roofline import MOST_UNITS, Cost, contiguous, cost
@@ -43,7 +43,7 @@ POWER_CLOCK_MHZ, POWER_SHARE = 1510.0, 0.98
 """Under bursts at 98 % tensor-core work an H200 of 700 W runs at about 1510 MHz (benchmarks/results/paper_grid.json, head_dim 128, 16k; utilisation
 by ncu). Power goes with the work times the clock's third power (voltage follows the clock), so the limit leaves this · (98 % / work)^(1/3)."""
 MAX_CLOCK_MHZ = 1980.0
-E4M3_POWER = 1.75
+EIGHT_BIT_POWER = 1.75
 """What an 8-bit product's clock in the tensor core draws beside a 16-bit one's; fitted to fa3_fp8."""
 ROUNDING = 2.0
 """SMs and DRAM overlap, but not perfectly: (a^p + b^p)^(1/p) instead of the larger."""
@@ -93,8 +93,9 @@ def _clock(work: Work, cycles: float, device: Device) -> float:
     busy = 0.0
     for key, n in work.total.items():
         if key[0] == "flops":
-            rate = device.wgmma_flops * (2 if key[2] == "e4m3" else 1)
-            busy += n / rate * (E4M3_POWER if key[2] == "e4m3" else 1.0)
+            eight = DTYPE_BYTES[key[2]] == 1
+            rate = device.wgmma_flops * (2 if eight else 1)
+            busy += n / rate * (EIGHT_BIT_POWER if eight else 1.0)
     share = busy / (device.sms * cycles) if cycles else 0.0
     return min(MAX_CLOCK_MHZ, POWER_CLOCK_MHZ * (POWER_SHARE / share) ** (1 / 3)) if share else MAX_CLOCK_MHZ
 

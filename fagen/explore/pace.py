@@ -164,6 +164,7 @@ PACES: Mapping[str, Callable[[KernelPlan, Role, Any], Pace]] = {
     "Fill": _each(MOVE, "dst"),
     "Limits": _each(4.0, "dst"),
     "Mask": _each(2 * SLOW, "s"),
+    "IntToFloat": _each(SLOW + FMA, "dst"),
     "OnlineSoftmax": _online,
     "StaleSoftmax": _stale,
     "Calm": lambda kernel, role, step: Pace(latency=SMALL if step.alpha else 0.0),

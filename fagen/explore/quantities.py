@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InternalError
-from ..plan.counts import K_BYTES, MAX_N, MMA_SYNC_N
+from ..plan.counts import K_BYTES, MAX_N, MMA_SYNC_N, WGMMA_SASS
 from ..plan.expr import Expr, IntLike, as_expr, maximum, minimum
 from ..plan.kernel import KernelPlan
 from ..plan.quantise_steps import MEMORY, Staged
@@ -61,6 +61,7 @@ FREE = frozenset(
         "Fill",
         "Limits",
         "Mask",
+        "IntToFloat",
         "AddSums",
         "Hold",
         "Calm",
@@ -110,7 +111,7 @@ def _mma(s: _Scope, step: Any) -> tuple[Quantity, ...]:
     depth = s.frag(step.a).cols if isinstance(step.a, str) else s.tile(step.a).cols
     k_steps = depth * DTYPE_BYTES[b.dtype] // K_BYTES
     if step.unit == "wgmma":
-        name, number = "QGMMA" if b.dtype == "e4m3" else "HGMMA", d.blocks * -(-d.cols // MAX_N) * k_steps
+        name, number = WGMMA_SASS[b.dtype], d.blocks * -(-d.cols // MAX_N) * k_steps
     else:
         name, number = "HMMA", d.blocks * -(-d.cols // MMA_SYNC_N) * k_steps
     return (

@@ -236,13 +236,13 @@ def _tensor_bytes(plan: Plan, problem: Problem, workspaces: tuple[tuple[str, int
     """Every tensor and workspace of the plan, whole."""
     a, p = plan.attention, problem
     q_rows, k_rows = p.batch * p.sq * p.hq, p.batch * p.sk * p.hkv
-    size_in = DTYPE_BYTES[a.dtype]
-    shapes = {n: shape(n, plan.schedule, p) if a.dtype == "e4m3" else None for n in DESCALES}
+    size_in = {t: DTYPE_BYTES[a.dtype_of(t)] for t in ("q", "k", "v")}
+    shapes = {n: shape(n, plan.schedule, p) if a.has_descales else None for n in DESCALES}
     scales = {n: DTYPE_BYTES["fp32"] * math.prod(s or ()) for n, s in shapes.items()}
     tensors = {
-        "q": q_rows * a.head_dim * size_in,
-        "k": k_rows * a.head_dim * size_in,
-        "v": k_rows * a.dv * size_in,
+        "q": q_rows * a.head_dim * size_in["q"],
+        "k": k_rows * a.head_dim * size_in["k"],
+        "v": k_rows * a.dv * size_in["v"],
         "out": q_rows * a.dv * DTYPE_BYTES[a.output_dtype],
         "lse": q_rows * DTYPE_BYTES["fp32"],
     }

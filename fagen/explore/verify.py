@@ -45,8 +45,8 @@ class Expected:
 def expected(
     torch: Any, attention: Attention, problem: Problem, q: Any, k: Any, v: Any, seed: int, schedule: Schedule | None = None
 ) -> Expected:
-    """q, k, v: torch tensors (batch, seq, heads, dim) on the GPU, of the attention's dtype; mask full or causal. `schedule`: whose
-    `precision` the baseline shares; None: the attention's own."""
+    """q, k, v: torch tensors (batch, seq, heads, dim) on the GPU, of the attention's dtype, or what they stand for; mask full or
+    causal. `schedule`: whose `precision` the baseline shares; None: the attention's own."""
     rng = np.random.default_rng(seed)
     pairs = _sample(rng, problem.batch * problem.hq, HEADS, edge=1)
     rows = _sample(rng, problem.sq, ROWS, edge=4)
@@ -108,21 +108,21 @@ def _exact(torch: Any, attention: Attention, q: Any, k: Any, v: Any, hidden: Any
 
 def _rounded(torch: Any, attention: Attention, q: Any, k: Any, v: Any, hidden: Any | None) -> tuple[Any, Any]:
     """The baseline: float32 scores and sums, P and the output rounded to their types."""
-    p_type, out_type = (getattr(torch, FRAMEWORK_NAMES[t]) for t in (attention.dtype, attention.output_dtype))
-    p_scale = float(E4M3_P_SCALE) if attention.dtype == "e4m3" else 1.0
-    s = _tensor_core(torch, attention, q, k.T) * attention.softmax_scale
+    p_type, out_type = (getattr(torch, FRAMEWORK_NAMES[t]) for t in (attention.v_dtype, attention.output_dtype))
+    p_scale = float(E4M3_P_SCALE) if attention.v_dtype == "e4m3" else 1.0
+    s = _tensor_core(torch, attention.dtype, q, k.T) * attention.softmax_scale
     s = s if hidden is None else s.masked_fill(hidden, float("-inf"))
     top = s.amax(dim=1, keepdim=True)
     blind = torch.isneginf(top)
     p = torch.exp(s - top.masked_fill(blind, 0.0))
     total = p.sum(dim=1, keepdim=True)
-    out = _tensor_core(torch, attention, (p * p_scale).to(p_type).float(), v) / (total * p_scale).masked_fill(blind, 1.0)
+    out = _tensor_core(torch, attention.v_dtype, (p * p_scale).to(p_type).float(), v) / (total * p_scale).masked_fill(blind, 1.0)
     return out.to(out_type), (top + torch.log(total)).squeeze(1)
 
 
-def _tensor_core(torch: Any, attention: Attention, a: Any, b: Any) -> Any:
+def _tensor_core(torch: Any, dtype: str, a: Any, b: Any) -> Any:
     """`oracle.numeric.tensor_core` on the GPU."""
-    if attention.dtype != "e4m3":
+    if dtype != "e4m3":
         return a @ b
     total = torch.zeros(a.shape[0], b.shape[1], device=a.device)
     for k in range(0, a.shape[1], E4M3_DEPTH):

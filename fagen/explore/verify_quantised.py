@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..attention import Attention
-from ..oracle.numeric import E4M3_MAX
+from ..oracle.numeric import LARGEST
 from ..oracle.quantise import LEAST_AMAX, Quantiser
 from ..plan.rotation import butterfly_strides, signs
 
@@ -24,9 +24,9 @@ def dequantised(torch: Any, attention: Attention, quantiser: Quantiser, q: Any, 
     if quantiser.hadamard:
         of_q, of_k = (rotate(torch, x) * attention.head_dim**-0.5 for x in (of_q, of_k))
     return (
-        _rounded(torch, of_q, quantiser, quantiser.tile_q, group),
-        _rounded(torch, of_k, quantiser, quantiser.tile_kv, 1),
-        _rounded(torch, of_v, quantiser, quantiser.tile_kv, 1),
+        _rounded(torch, of_q, quantiser, quantiser.tile_q, group, quantiser.dtype),
+        _rounded(torch, of_k, quantiser, quantiser.tile_kv, 1, quantiser.dtype),
+        _rounded(torch, of_v, quantiser, quantiser.tile_kv, 1, "e4m3"),
         shift,
     )
 
@@ -41,8 +41,8 @@ def rotate(torch: Any, x: Any) -> Any:
     return y
 
 
-def _rounded(torch: Any, x: Any, quantiser: Quantiser, rows: int | None, group: int) -> Any:
-    """x (batch, seq, heads, dim) rounded to e4m3 times its scale, and back."""
+def _rounded(torch: Any, x: Any, quantiser: Quantiser, rows: int | None, group: int, dtype: str) -> Any:
+    """x (batch, seq, heads, dim), finite, rounded to `dtype` times its scale, and back."""
     b, s, h, _ = x.shape
     size = x.abs()
     size = torch.where(torch.isfinite(size), size, torch.zeros_like(size)).amax(dim=3)  # (batch, seq, heads)
@@ -55,5 +55,8 @@ def _rounded(torch: Any, x: Any, quantiser: Quantiser, rows: int | None, group: 
         padded = torch.nn.functional.pad(size, (0, 0, 0, -s % rows))
         amax = padded.reshape(b, -1, rows, h).amax(dim=2).repeat_interleave(rows, dim=1)[:, :s]
     amax = amax.clamp(min=LEAST_AMAX)[..., None]
-    codes = (x * (E4M3_MAX / amax)).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).float()
-    return codes * (amax / E4M3_MAX)
+    top = LARGEST[dtype]
+    if dtype == "int8":
+        return (x.double() * (top / amax)).round().float() * (amax / top)
+    codes = (x * (top / amax)).clamp(-top, top).to(torch.float8_e4m3fn).float()
+    return codes * (amax / top)

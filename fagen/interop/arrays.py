@@ -20,6 +20,7 @@ DTYPE_NAMES = {
     "bfloat16": "bf16",
     "float16": "fp16",
     "float8_e4m3fn": "e4m3",
+    "int8": "int8",
     "float32": "fp32",
 }
 """Names that NumPy, ml_dtypes, torch, CuPy and JAX share → ours."""
@@ -137,7 +138,7 @@ def check(
             raise InputError(name, f"has {len(a.shape)} dimensions {a.shape}; expected {len(dims)}: ({', '.join(dims)})")
         if a.device != q.device:
             raise InputError(name, f"is on cuda:{a.device}, q on cuda:{q.device}")
-        wanted = {"out": attention.output_dtype, "lse": "fp32"}.get(name, attention.dtype)
+        wanted = "fp32" if name == "lse" else attention.dtype_of(name)
         if a.dtype != wanted:
             raise InputError(name, f"is {a.dtype}; this kernel {'writes' if name in ('out', 'lse') else 'reads'} {wanted}")
     problem = _problem(attention, q, k, v, v_transposed)

@@ -60,7 +60,7 @@ def baseline_rows(
     problem = problem_of(attention, q, k, v)
     scales = scales_of(attention, problem, descales)
     index = np.asarray(rows, np.int64)
-    p_scale = np.float32(E4M3_P_SCALE if attention.dtype == "e4m3" else 1.0)
+    p_scale = np.float32(E4M3_P_SCALE if attention.v_dtype == "e4m3" else 1.0)
     out = np.zeros((problem.batch, len(index), problem.hq, attention.dv), np.float32)
     lse = np.full((problem.batch, problem.hq, len(index)), -np.inf, np.float32)
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -79,8 +79,8 @@ def baseline_rows(
             s -= np.where(blind, np.float32(0), m)
             p = np.exp(s, out=s)
             total = (p if share is None else p / share).sum(axis=2, keepdims=True)
-            p = rounded(p * p_scale, attention.dtype)
-            o = tensor_core(p.reshape(-1, p.shape[2]), block.v, attention.dtype).reshape(*p.shape[:2], -1) / np.where(
+            p = rounded(p * p_scale, attention.v_dtype)
+            o = tensor_core(p.reshape(-1, p.shape[2]), block.v, attention.v_dtype).reshape(*p.shape[:2], -1) / np.where(
                 blind, np.float32(1), total * p_scale
             )
             out[block.batch, block.rows, block.heads] = o.transpose(1, 0, 2) * np.float32(block.out_scale)

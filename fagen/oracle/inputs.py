@@ -16,7 +16,7 @@ from ..descales import Descales, Form, by_row, forms
 from ..errors import InputError
 from ..plan.kernel import Problem
 from ..schedule import Schedule
-from .numeric import F32, Array, cast
+from .numeric import F32, INT8_MAX, Array, cast
 
 Inputs = Literal["normal", "sink", "growing", "descaled", "uneven"]
 Layout = Literal["contiguous", "fused", "transposed", "strided_k"]
@@ -38,7 +38,7 @@ class CheckProblem(Problem):
 @dataclass(frozen=True)
 class Case:
     """Inputs of a check problem: q, k and v as the oracle takes them, `given_v` as the kernel does (v itself, or V transposed); the
-    descales (none, or all three float32 arrays) as the kernel takes them, and `row_descales` as the oracle does."""
+    descales (none, or all three float32 arrays; int8 always has them) as the kernel takes them, and `row_descales` as the oracle does."""
 
     q: Array
     k: Array
@@ -53,9 +53,10 @@ def make_case(attention: Attention, schedule: Schedule, problem: CheckProblem, *
     q, k, v = make_inputs(attention, problem, seed=seed, inputs=problem.inputs, layout=problem.layout)
     given = transpose_v(v, problem.layout) if schedule.v_transposed else v
     descales: Descales = {}
-    if problem.inputs in ("descaled", "uneven"):
-        spread = UNEVEN if problem.inputs == "uneven" else 1.0
-        descales = make_descales(problem, schedule, seed=seed, layout=problem.layout, v_spread=spread)
+    units = int8_units(attention, problem.inputs)
+    if units != (1.0, 1.0) or problem.inputs in ("descaled", "uneven"):
+        spread = UNEVEN if problem.inputs == "uneven" else 1.0 if problem.inputs == "descaled" else 0.0
+        descales = make_descales(problem, schedule, seed=seed, layout=problem.layout, v_spread=spread, units=units)
     return Case(q, k, v, given, descales, by_row(schedule, problem, descales))
 
 
@@ -64,20 +65,28 @@ UNEVEN = 24.0
 
 
 def make_descales(
-    problem: Problem, schedule: Schedule | None = None, *, seed: int = 0, layout: Layout = "contiguous", v_spread: float = 1.0
+    problem: Problem,
+    schedule: Schedule | None = None,
+    *,
+    seed: int = 0,
+    layout: Layout = "contiguous",
+    v_spread: float = 1.0,
+    units: tuple[float, float] = (1.0, 1.0),
 ) -> Descales:
     """q_descale, k_descale and v_descale in float32, of the form that the schedule's scale_granularity asks for; without a schedule
-    (batch, kv_heads). Random numbers from 1/2 to 2, no two alike; v's from 2^−v_spread to 2^v_spread, and with a spread above 1 every
-    fourth block's is 0, as that of a block of zeros may be.
+    (batch, kv_heads). Random numbers from 1/2 to 2, no two alike, q's and k's times `units`; v's from 2^−v_spread to 2^v_spread, and with
+    a spread above 1 every fourth block's is 0, as that of a block of zeros may be. With a spread of 0 q's and k's are the units.
 
     `layout` of (batch, kv_heads): "contiguous"; "fused": columns of one (batch, kv_heads, 3) array; "transposed": views of (kv_heads,
     batch) arrays; "strided_k": k's is every second head of a longer array whose others are NaN, and q's is one for all heads (stride 0).
     """
     rng = np.random.default_rng((seed, 1))
     if schedule is not None and schedule.scale_granularity != "head":
-        return _form_descales(rng, forms(schedule, problem), v_spread)
+        return _form_descales(rng, forms(schedule, problem), v_spread, units)
     shape = (problem.batch, problem.hkv)
-    q, k, v = np.exp2(rng.uniform(-1.0, 1.0, (3, *shape))).astype(np.float32)
+    apart = min(v_spread, 1.0)
+    q, k, v = np.exp2(rng.uniform(-apart, apart, (3, *shape))).astype(np.float32)
+    q, k = q * np.float32(units[0]), k * np.float32(units[1])
     if layout == "fused":
         fused = np.ascontiguousarray(np.stack([q, k, v], axis=2))
         q, k, v = (fused[:, :, i] for i in range(3))
@@ -90,10 +99,11 @@ def make_descales(
     return {"q_descale": q, "k_descale": k, "v_descale": v}
 
 
-def _form_descales(rng: np.random.Generator, forms: Mapping[str, Form], v_spread: float) -> Descales:
+def _form_descales(rng: np.random.Generator, forms: Mapping[str, Form], v_spread: float, units: tuple[float, float]) -> Descales:
+    apart = min(v_spread, 1.0)
     q, k, v = (
-        np.exp2(rng.uniform(-x, x, f.shapes[0][0] if f.shapes else (1,))).astype(np.float32)
-        for f, x in zip(forms.values(), (1.0, 1.0, v_spread))
+        np.exp2(rng.uniform(-x, x, f.shapes[0][0] if f.shapes else (1,))).astype(np.float32) * np.float32(unit)
+        for f, x, unit in zip(forms.values(), (apart, apart, v_spread), (*units, 1.0))
     )
     if v_spread > 1.0:
         v[..., 3::4] = 0.0
@@ -124,7 +134,8 @@ def make_inputs(
     inputs: Inputs = "normal",
     layout: Layout = "contiguous",
 ) -> tuple[Array, Array, Array]:
-    """q, k, v of the attention's dtype for the problem, the same for the same seed on every machine.
+    """q, k, v of the attention's dtype for the problem, the same for the same seed on every machine. int8: q and k as multiples of
+    `int8_units`, which a call gives as descales.
 
     `inputs`: "normal": N(0, amplitude²). "sink": the first four keys score about 8 above the rest (natural units), as the first
     tokens of a language model do. "growing": scores rise along the keys by 100 in all, so that a running maximum moves at every
@@ -147,7 +158,20 @@ def make_inputs(
             k[:, :4, :, 0] = 8.0 * per_unit
         else:
             k[..., 0] = (np.linspace(0.0, 100.0, problem.sk) * per_unit)[:, None]
-    return _laid_out(cast(q, attention.dtype), cast(k, attention.dtype), cast(v, attention.dtype), layout)
+    q_unit, k_unit = int8_units(attention, inputs, amplitude)
+    q, k = q / np.float32(q_unit), k / np.float32(k_unit)
+    return _laid_out(cast(q, attention.dtype), cast(k, attention.dtype), cast(v, attention.v_dtype), layout)
+
+
+def int8_units(attention: Attention, inputs: Inputs, amplitude: float = 1.0) -> tuple[float, float]:
+    """What 1 of int8 in q, and in k, stands for: 127 then for four standard deviations, or the largest value of unkind inputs. Of other
+    types 1."""
+    if attention.dtype != "int8":
+        return 1.0, 1.0
+    score = {"sink": 8.0, "growing": 100.0}.get(inputs, 0.0)
+    largest = (8.0, score / (8.0 * attention.softmax_scale)) if score else (0.0, 0.0)
+    q, k = (max(4.0 * amplitude, x) / INT8_MAX for x in largest)
+    return q, k
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...], amplitude: float) -> F32:
@@ -182,7 +206,7 @@ def check_problems(attention: Attention, schedule: Schedule) -> tuple[CheckProbl
 
     Tile edges ±1 of both tiles; key-block counts around the ring's stages; lengths 0, 1, 63, 64, 65; more queries than keys (under
     a causal mask: rows that see nothing); GQA 8:1, 28:4, 6:2, MQA; batch 3; every layout; unkind scores; more than three tiles for
-    every CTA of a persistent grid; for e4m3 descales, in every layout.
+    every CTA of a persistent grid; for 8-bit types descales, in every layout.
     """
     tq, tk = schedule.tile_q, schedule.tile_kv
     stages = max(schedule.stages_k, schedule.stages_v)
@@ -218,7 +242,7 @@ def check_problems(attention: Attention, schedule: Schedule) -> tuple[CheckProbl
     for inputs in ("sink", "growing"):
         at(tq + 1, 4 * tk + 1, inputs=inputs)
         at(2 * tq, 7 * tk, hq=4, hkv=1, inputs=inputs)
-    if attention.dtype == "e4m3":
+    if attention.has_descales:
         for hq, hkv in ((2, 1), (4, 4), (28, 4)):
             at(tq + 1, 2 * tk + 1, batch=3, hq=hq, hkv=hkv, inputs="descaled")
         for layout in LAYOUTS[1:]:

@@ -16,11 +16,16 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "bf16": np.dtype(ml_dtypes.bfloat16),
     "fp16": np.dtype(np.float16),
     "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "int8": np.dtype(np.int8),
     "fp32": np.dtype(np.float32),
 }
-"""fagen's name of a floating-point type → the NumPy dtype that holds it."""
+"""fagen's name of a tensor's type → the NumPy dtype that holds it."""
 
 E4M3_MAX = 448.0
+INT8_MAX = 127.0
+"""The range is symmetric: −128 is not used."""
+LARGEST = {"e4m3": E4M3_MAX, "int8": INT8_MAX}
+"""What the largest value under a scale becomes."""
 E4M3_P_SCALE = 256.0
 """Probabilities are at most 1; times 2^8 they fill e4m3's range (largest value 448) before they are rounded to it."""
 
@@ -28,9 +33,12 @@ _MANTISSA_AND_LEAST_EXPONENT = {"bf16": (7, -126), "fp16": (10, -14), "e4m3": (3
 
 
 def cast(x: Array, dtype: str) -> Array:
-    """`x` rounded to nearest even and stored as `dtype`. e4m3 saturates at ±448 (cvt.rn.satfinite); NaN stays NaN."""
-    if dtype == "e4m3":
-        x = np.clip(x, -E4M3_MAX, E4M3_MAX)
+    """`x` rounded to nearest even and stored as `dtype`. e4m3 saturates at ±448 (cvt.rn.satfinite), int8 at ±127; NaN stays NaN, and is −1
+    in int8, which has none: what the kernels leave, under a scale that says so."""
+    if dtype in LARGEST:
+        x = np.clip(x, -LARGEST[dtype], LARGEST[dtype])
+    if dtype == "int8":
+        x = np.rint(np.where(np.isnan(x), np.float32(-1), x))
     with np.errstate(over="ignore"):
         return x.astype(DTYPES[dtype])
 
@@ -64,7 +72,7 @@ values is off by about 2^-13 of itself, and by much more where a few products ar
 
 def tensor_core(a: Array, b: Array, dtype: str, *, terms: bool = False, start: Array | None = None) -> Array:
     """start + a · b of float32 matrices that hold values of `dtype`, summed as precisely as the tensor core does. `start`: what the
-    accumulator holds, None: 0.
+    accumulator holds, None: 0. int8: exact, since float32 holds every integer that a sum may come to (see `rules.INT8_DEPTH`).
 
     e4m3: after every product of depth 32 the sum is cut; with `terms` each of its 33 terms (the sum so far is one) is cut where the largest
     of them has its last bit: the exact model, some times slower. The difference tells where many small products join a large sum."""

@@ -1,4 +1,4 @@
-"""16-bit q, k, v → e4m3 and descales in NumPy: what the generated quantisers compute, stated without them.
+"""16-bit q, k, v → 8 bits and descales in NumPy: what the generated quantisers compute, stated without them.
 
 In float32, in this order, so that a kernel can agree bit for bit:
 
@@ -6,11 +6,13 @@ In float32, in this order, so that a kernel can agree bit for bit:
    a row by scale · q · mean: out stays, and lse gets the shift back).
 2. `hadamard`: q's and k's rows are rotated: x · D, then butterflies (a, b) → (a + b, a − b) in the order of `plan.rotation`.
 3. amax = largest finite |x| of the elements that share a scale, at least `LEAST_AMAX`.
-4. code = e4m3(x · (448 / amax)): one division for each scale, one product for each element, to nearest even, saturating at ±448.
-5. descale = amax / 448; of rotated q and k then · head_dim ** −0.5.
+4. code = e4m3(x · (448 / amax)): one division for each scale, one product for each element, to nearest even, saturating at ±448. In int8
+   (q and k): x · (127 / amax) rounded once, to the nearest whole number, even ones between two.
+5. descale = amax / 448, or amax / 127; of rotated q and k then · head_dim ** −0.5.
 
-NaN stays NaN (in a rotated row: all of it; in smoothed k: the column) and does not touch the scale. ±inf saturates to ±448, the
-largest finite value beside it. Zeros stay zeros under a finite scale. Only the mean depends on an order of summation: here it is
+e4m3: NaN stays NaN (in a rotated row: all of it; in smoothed k: the column) and does not touch the scale. ±inf saturates to ±448, the
+largest finite value beside it. int8 has neither: one NaN or ±inf among the elements of a scale (after rotation and smoothing) makes the
+descale NaN, and so all scores that it takes part in. Zeros stay zeros under a finite scale. Only the mean depends on an order of summation: here it is
 exact (float64) and rounded once; a kernel's may differ in its last bits, so it can be given.
 
 Sources: FlashAttention-3 (arXiv 2407.08608, section 3.3: block scales, incoherent processing), SageAttention (arXiv 2410.02367:
@@ -27,12 +29,12 @@ import numpy.typing as npt
 
 from ..errors import InputError
 from ..plan.rotation import butterfly_strides, signs
-from .numeric import E4M3_MAX, F32, Array, cast
+from .numeric import E4M3_MAX, F32, LARGEST, Array, cast
 
 GRANULARITIES = ("tensor", "head", "block")
 
 LEAST_AMAX = float(np.float32(E4M3_MAX * 2.0**-100))
-"""No scale stands for less: 448 / amax and descale stay normal float32 numbers when every element is 0."""
+"""No scale stands for less: 448 / amax, 127 / amax and descale stay normal float32 numbers when every element is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,8 @@ class Quantiser:
     tile_q: int | None = None
     """Rows; with granularity "block"."""
     tile_kv: int | None = None
+    dtype: str = "e4m3"
+    """Of q and k: "e4m3" or "int8". v is e4m3."""
 
     def __post_init__(self) -> None:
         if self.granularity not in GRANULARITIES:
@@ -62,7 +66,7 @@ class Quantiser:
 
 @dataclass(frozen=True)
 class Quantised:
-    """q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, kv_heads, …) in e4m3, and the float32 numbers that their
+    """q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, kv_heads, …) in 8 bits, and the float32 numbers that their
     elements are multiples of.
 
     Shapes of the descales: "tensor" (1,); "head" (batch, kv_heads) for all three; "block" (batch, heads, ceil(seqlen_q / tile_q)) for
@@ -108,9 +112,9 @@ def quantise(q: Array, k: Array, v: Array, quantiser: Quantiser, *, k_mean: F32 
         xq, xk = rotate(xq), rotate(xk)
         rotated = np.float32(q.shape[3] ** -0.5)
     group = max(1, q.shape[2] // max(1, k.shape[2]))
-    of_q, scale_q = _scaled(xq, quantiser, quantiser.tile_q, group)
-    of_k, scale_k = _scaled(xk, quantiser, quantiser.tile_kv, 1)
-    of_v, scale_v = _scaled(xv, quantiser, quantiser.tile_kv, 1)
+    of_q, scale_q = _scaled(xq, quantiser, quantiser.tile_q, group, quantiser.dtype)
+    of_k, scale_k = _scaled(xk, quantiser, quantiser.tile_kv, 1, quantiser.dtype)
+    of_v, scale_v = _scaled(xv, quantiser, quantiser.tile_kv, 1, "e4m3")
     return Quantised(quantiser, of_q, of_k, of_v, scale_q * rotated, scale_k * rotated, scale_v, k_mean)
 
 
@@ -147,14 +151,19 @@ def rotate(x: F32) -> F32:
     return y
 
 
-def _scaled(x: F32, quantiser: Quantiser, rows: int | None, group: int) -> tuple[Array, F32]:
-    """Codes and descale (without the rotation's factor). `rows` a block, `group` heads that share a scale."""
-    size = np.abs(x)
-    size[~np.isfinite(size)] = 0
-    amax = np.maximum(_AMAX[quantiser.granularity](size, rows or 1, group), np.float32(LEAST_AMAX))
+def codes_of(x: F32, scale: Array | np.float32, dtype: str) -> Array:
+    """x · scale rounded to `dtype`: for e4m3 from a float32 product, for int8 from the exact one (float64 holds it)."""
     with np.errstate(invalid="ignore", over="ignore"):
-        codes = cast(_times(x, np.float32(E4M3_MAX) / amax, rows or 1, group), "e4m3")
-    return codes, amax / np.float32(E4M3_MAX)
+        return cast(x.astype(np.float64 if dtype == "int8" else np.float32) * scale, dtype)
+
+
+def _scaled(x: F32, quantiser: Quantiser, rows: int | None, group: int, dtype: str) -> tuple[Array, F32]:
+    """Codes and descale (without the rotation's factor). `rows` a block, `group` heads that share a scale."""
+    size, top = np.abs(x), np.float32(LARGEST[dtype])
+    size[~np.isfinite(size)] = np.inf if dtype == "int8" else 0
+    amax = np.maximum(_AMAX[quantiser.granularity](size, rows or 1, group), np.float32(LEAST_AMAX))
+    codes = codes_of(x, _spread(top / amax, x, rows or 1, group), dtype)
+    return codes, np.where(np.isinf(amax), np.float32(np.nan), amax / top)
 
 
 def _amax_of_tensor(size: F32, rows: int, group: int) -> F32:
@@ -181,9 +190,14 @@ _AMAX: dict[str, Callable[[F32, int, int], F32]] = {"tensor": _amax_of_tensor, "
 
 def _times(x: Array, scale: npt.NDArray[np.float32], rows: int, group: int) -> F32:
     """x (batch, seq, heads, dim) times its scale in any of the three shapes."""
+    product: F32 = x.astype(np.float32) * _spread(scale, x, rows, group)
+    return product
+
+
+def _spread(scale: npt.NDArray[np.float32], x: Array, rows: int, group: int) -> F32:
+    """A scale in any of the three shapes as one that multiplies x (batch, seq, heads, dim)."""
     if scale.ndim == 2:  # (batch, kv_heads)
         scale = np.repeat(scale, group, axis=1)[:, None, :, None]
     elif scale.ndim == 3:  # (batch, heads, blocks)
         scale = np.repeat(scale, rows, axis=2)[:, :, : x.shape[1]].transpose(0, 2, 1)[..., None]
-    product: F32 = x.astype(np.float32) * scale
-    return product
+    return scale

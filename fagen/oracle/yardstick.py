@@ -35,7 +35,7 @@ def quantiser_of(schedule: Schedule) -> Quantiser | None:
         return None
     by = granularity(schedule)
     blocks = {"tile_q": schedule.tile_q, "tile_kv": schedule.tile_kv} if by == "block" else {}
-    return Quantiser(granularity=by, hadamard=schedule.hadamard, smooth_k=schedule.smooth_k, **blocks)
+    return Quantiser(granularity=by, hadamard=schedule.hadamard, smooth_k=schedule.smooth_k, dtype=schedule.precision, **blocks)
 
 
 def yardstick(

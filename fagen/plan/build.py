@@ -58,9 +58,7 @@ def assemble(attention: Attention, schedule: Schedule, *, debug: bool = False, t
     if debug and trace:
         raise InputError("trace", "given beside debug, whose delays would be what one sees; one of them is enough")
     if trace and schedule.precision is not None:
-        message = (
-            f"given beside precision {schedule.precision!r}, whose quantising kernels take no marks; trace the e4m3 attention alone"
-        )
+        message = f"given beside precision {schedule.precision!r}, whose quantising kernels take no marks; trace the attention of {schedule.precision} tensors alone"
         raise InputError("trace", message)
     t = target(schedule.arch)
     tiles = Tiles(*attended(attention, schedule), t)
@@ -129,10 +127,10 @@ def _kernel(
     smem, placed, total = memory.memory_map((*memory.tiles_of(a, s), *memory.parts_of(a, s), *ring), bars)
     dims = ("batch", "seq", "heads", "head_dim")
     v_dims = ("batch", "heads", "head_dim", "seq") if s.v_transposed else dims
-    inputs = tuple(Gmem(n, a.dtype, v_dims if n == "v" else dims, "in") for n in ("q", "k", "v"))
+    inputs = tuple(Gmem(n, a.dtype_of(n), v_dims if n == "v" else dims, "in") for n in ("q", "k", "v"))
     outputs = (Gmem("out", a.output_dtype, dims, "out"), Gmem("lse", "fp32", ("batch", "heads", "seq"), "out"))
     counter = (Gmem("counter", "i32", ("2",), "workspace"),) if tiles.dynamic else ()
-    descales = scales.tensors(s) if a.dtype == "e4m3" else ()
+    descales = scales.tensors(s) if a.has_descales else ()
     by_pointer = (*(() if maps else inputs), *outputs, *descales, *counter)
     strided = [g.name for g in by_pointer if g.dims == dims]
     strides = tuple(Param(f"{n}_{x}", "i64", sym(f"{n}_{x}")) for n in strided for x in ("sb", "ss", "sh"))
@@ -157,13 +155,13 @@ def _map(tiles: Tiles, tensor: str, tile: str, rows: Expr, heads: Expr) -> Tenso
     """Tensor map of q, k or v: one box is one tile in shared memory."""
     a = tiles.attention
     smem = next(t for t in memory.tiles_of(a, tiles.schedule) if t.name == tile)
-    size = DTYPE_BYTES[a.dtype]
+    size = DTYPE_BYTES[smem.dtype]
     chunk, chunks = smem.chunk_bytes // size, smem.chunks
     at_least_one = [maximum(x, 1) for x in (rows, heads, BATCH)]  # an empty tensor is never loaded, but its map must encode
     stride = {x: sym(f"{tensor}_{x}") * size for x in ("ss", "sh", "sb")}
     return TensorMapRecipe(
         tensor,
-        a.dtype,
+        smem.dtype,
         dims=(as_expr(chunk), at_least_one[0], as_expr(chunks), at_least_one[1], at_least_one[2]),
         strides=(stride["ss"], as_expr(smem.chunk_bytes), stride["sh"], stride["sb"]),
         box=(chunk, smem.rows, chunks, 1, 1),
@@ -175,7 +173,7 @@ def _map_transposed(tiles: Tiles) -> TensorMapRecipe:
     v = next(t for t in memory.tiles_of(tiles.attention, tiles.schedule) if t.name == "V")
     dims = (maximum(SK, 1), as_expr(v.rows), as_expr(1), maximum(HKV, 1), maximum(BATCH, 1))
     strides = (sym("v_ss"), as_expr(v.chunk_bytes), sym("v_sh"), sym("v_sb"))
-    return TensorMapRecipe("v", tiles.attention.dtype, dims, strides, (v.chunk_bytes, v.rows, 1, 1, 1))
+    return TensorMapRecipe("v", v.dtype, dims, strides, (v.chunk_bytes, v.rows, 1, 1, 1))
 
 
 DEBUG_WORDS = 64

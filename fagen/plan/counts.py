@@ -37,17 +37,28 @@ WARPGROUP = 128  # threads
 MAX_N = 256  # columns of one wgmma (PTX ISA 9.7.15.2)
 K_BYTES = 32  # depth of one wgmma or mma.sync in bytes of the operand: k16 in 16-bit types, k32 in 8-bit ones
 MMA_SYNC_N = 8  # mma.m16n8k16
+WGMMA_SASS = {"bf16": "HGMMA", "fp16": "HGMMA", "e4m3": "QGMMA", "int8": "IGMMA"}
+"""Operands' type → wgmma's name in the machine code."""
 
 
 def expected_counts(kernel: KernelPlan) -> dict[str, int]:
     """Instruction counts that the SASS of `kernel` must have; names as in `fagen.sass.COUNTED`.
 
-    HGMMA, QGMMA, HMMA from the Mma steps; WARPGROUP.ARRIVE one per wgmma Mma (its fence); WARPGROUP.DEPBAR one per MmaWait;
+    HGMMA, QGMMA, IGMMA, HMMA from the Mma steps; WARPGROUP.ARRIVE one per wgmma Mma (its fence); WARPGROUP.DEPBAR one per MmaWait;
     BAR.SYNC one per CtaSync and Sync, and one after the initialisation of mbarriers; BAR.ARV one per NArrive; UTMALDG one per TmaLoad;
     USETMAXREG one per role with registers; LDGSTS 16 bytes each (where registers are scarce, in a loop of several); LDG.E.128, in kernels that load through registers, as many as a step
     prints (copies and row passes in loops of several loads); no local memory.
     """
-    names = ("HGMMA", "QGMMA", "HMMA", "WARPGROUP.DEPBAR", "WARPGROUP.ARRIVE", "BAR", "BAR.SYNC", "BAR.ARV", "UTMALDG")
+    names = (
+        *dict.fromkeys(WGMMA_SASS.values()),
+        "HMMA",
+        "WARPGROUP.DEPBAR",
+        "WARPGROUP.ARRIVE",
+        "BAR",
+        "BAR.SYNC",
+        "BAR.ARV",
+        "UTMALDG",
+    )
     total = dict.fromkeys((*names, "USETMAXREG", "LDGSTS", "STL", "LDL"), 0)
     if kernel.mbars:
         total["BAR.SYNC"] += 1
@@ -127,7 +138,7 @@ def _mma(kernel: KernelPlan, role: Role, step: Mma) -> dict[str, int]:
     if step.unit == "mma_sync":
         return {"HMMA": d.blocks * _ceildiv(d.cols, MMA_SYNC_N) * k_steps}
     instructions = d.blocks * _ceildiv(d.cols, MAX_N) * k_steps
-    return {"QGMMA" if b.dtype == "e4m3" else "HGMMA": instructions, "WARPGROUP.ARRIVE": 1}
+    return {WGMMA_SASS[b.dtype]: instructions, "WARPGROUP.ARRIVE": 1}
 
 
 def _ceildiv(a: int, b: int) -> int:

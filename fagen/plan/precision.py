@@ -16,6 +16,12 @@ def attended(attention: Attention, schedule: Schedule) -> tuple[Attention, Sched
     )
 
 
+def names(attention: Attention, schedule: Schedule) -> dict[str, str]:
+    """Tensor → what holds it in 8 bits: a workspace, or an output of a plan that only quantises."""
+    inner, _ = attended(attention, schedule)
+    return {t: f"{t}_{inner.dtype_of(t)}" for t in ("q", "k", "v")}
+
+
 def granularity(schedule: Schedule) -> str:
-    """What shares a scale; of e4m3 products a (batch, KV head) where the schedule does not say."""
+    """What shares a scale; of 8-bit products a (batch, KV head) where the schedule does not say."""
     return schedule.scale_granularity or "head"

@@ -16,8 +16,10 @@ from typing import Literal
 from .expr import Expr
 from .steps import Slot, Step
 
+LARGEST = {"e4m3": 448.0, "int8": 127.0}
+"""What the largest value that shares a scale becomes. int8 is symmetric: −128 is not used."""
 LEAST_AMAX = 448.0 * 2.0**-100
-"""No scale stands for less: 448 / amax and descales are normal float32 numbers when every element is 0."""
+"""No scale stands for less: 448 / amax, 127 / amax and descales are normal float32 numbers when every element is 0."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class LoadFlips(Step):
 @dataclass(frozen=True, kw_only=True)
 class AbsMax(Step):
     """m = max(m, |value| of the lane's elements that are finite). `centre`: of the values minus their column's; then rows at or past
-    `limit` do not count (uncentred they are 0)."""
+    `limit` do not count (uncentred they are 0). `or_inf`: one that is not finite makes m infinite."""
 
     m: str
     x: str | Staged
@@ -79,6 +81,7 @@ class AbsMax(Step):
     first_row: Expr
     limit: Expr
     centre: str | None = None
+    or_inf: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +159,7 @@ class ReduceParts(Step):
 @dataclass(frozen=True, kw_only=True)
 class ColumnMean(Step):
     """The mean of `rows` rows from the `parts` sums of a (batch, head) → the workspace `dst`, a thread a column (no rows: 0). With `high`
-    and `fall`: m = the largest |value − mean| of the thread's column, if it is finite."""
+    and `fall`: m = the largest |value − mean| of the thread's column, if it is finite; with `or_inf` else infinity."""
 
     dst: str
     sums: str
@@ -168,6 +171,7 @@ class ColumnMean(Step):
     rows: Expr
     head: Expr
     batch: Expr
+    or_inf: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,12 +186,13 @@ class LoadColumns(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class Descale(Step):
-    """With amax = m, at least LEAST_AMAX: float `var` = 448 / amax, and amax / 448 · factor → `dst`; `inverse`: `var` → that workspace.
-    One thread stores."""
+    """With amax = m, at least LEAST_AMAX, and L the largest number of `dtype`: float `var` = L / amax, and amax / L · factor → `dst` (int8:
+    NaN of an infinite amax); `inverse`: `var` → that workspace. One thread stores."""
 
     var: str
     m: str
     dst: str
+    dtype: str
     factor: float
     row: Expr
     head: Expr
@@ -208,8 +213,8 @@ class LoadScalar(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class QuantiseRows(Step):
-    """Registers or staged rows → global: rows first_row … of `x`, (value − centre) · `scale` rounded to e4m3, ±448 at most, as 16-byte stores; rows at or
-    past `limit` are not written.
+    """Registers or staged rows → global: rows first_row … of `x`, (value − centre) · `scale` rounded to `dst`'s dtype, as 16-byte stores;
+    rows at or past `limit` are not written. e4m3 saturates at ±448; in int8 no value that is finite passes ±127, and NaN becomes −1.
 
     `shift`: factor · Σ value · dots of each row → that workspace, where `dots` are numbers for the lane's columns: what smoothing takes
     off every score of the row."""

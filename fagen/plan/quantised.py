@@ -1,6 +1,6 @@
 """The kernels of a plan that quantises and attends, or only quantises: interfaces and workspaces around roles/quantise.py.
 
-The attention kernel is the one that e4m3 tensors get; here its tensors become workspaces (batch, heads, seq, head_dim), in which a head's
+The attention kernel is the one that 8-bit tensors get; here its tensors become workspaces (batch, heads, seq, head_dim), in which a head's
 tiles are contiguous.
 """
 
@@ -14,14 +14,12 @@ from . import memory
 from .expr import Expr, as_expr, ceildiv, maximum, sym
 from .kernel import DESCALES, KernelPlan, Param, Plan, Problem, TensorMapRecipe, Workspace
 from .ladder import DIMS, Kernels, Space
-from .precision import granularity
+from .precision import granularity, names
 from .quantise_steps import LoadRows, StageRows
 from .roles.quantise import SHIFTED, TENSORS, Quantise
 from .steps import DTYPE_BYTES, Body, Gmem, LoadScale, Role, Smem, TmaLoad, bodies, number, walk
 from .tiles import BATCH, HKV, HQ, SK, SQ, Tiles
 
-QUANTISED = {t: f"{t}_e4m3" for t in TENSORS}
-"""Tensor → the workspace (or output) that holds it in e4m3."""
 STANDS_FOR_ZERO = 2.0**-100
 """Scores times this vanish."""
 SHIFTS = "lse_shifts"
@@ -29,7 +27,7 @@ SHIFTS = "lse_shifts"
 
 
 def quantise_and_attend(tiles: Tiles, attention: KernelPlan) -> Kernels:
-    """`attention`: the kernel for e4m3 tensors; it comes after those that quantise."""
+    """`attention`: the kernel for 8-bit tensors; it comes after those that quantise."""
     plan = Quantised(tiles)
     last = (plan.lse_shift(),) if tiles.schedule.smooth_k else ()
     return (*plan.kernels(), plan.reading(attention), *last), tuple(s.workspace for s in plan.spaces())
@@ -57,12 +55,17 @@ class Quantised:
     def build(self) -> Quantise:
         return Quantise(self.tiles)
 
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """Tensor → the workspace (or output) that holds it in 8 bits."""
+        return names(self.tiles.attention, self.tiles.schedule)
+
     # memory -------------------------------------------------------------------------------------------------------------
 
     def spaces(self) -> tuple[Space, ...]:
         """Everything the kernels leave for one another."""
         d, build = as_expr(self.tiles.attention.head_dim), self.build
-        out = [Space(QUANTISED[t], "e4m3", SQ if t == "q" else SK, d, heads=HQ if t == "q" else HKV) for t in TENSORS]
+        out = [Space(n, build.type_of(t), SQ if t == "q" else SK, d, heads=HQ if t == "q" else HKV) for t, n in self.names.items()]
         out += [self._of_scales(f"{t}_descale", t) for t in TENSORS]
         if build.by != "block":
             out += [self._of_scales(f"{t}_inverse", t) for t in TENSORS]
@@ -86,13 +89,13 @@ class Quantised:
 
     def outputs(self) -> tuple[str, ...]:
         """Of a plan that only quantises."""
-        return (*QUANTISED.values(), *DESCALES, *((SHIFTS,) if self.build.smooth else ()))
+        return (*self.names.values(), *DESCALES, *((SHIFTS,) if self.build.smooth else ()))
 
     def contiguous(self, params: tuple[Param, ...]) -> tuple[Param, ...]:
         """Strides of (batch, seq, heads, head_dim) for the quantised tensors."""
         d = self.tiles.attention.head_dim
         values: dict[str, Expr] = {}
-        for t, name in QUANTISED.items():
+        for t, name in self.names.items():
             rows, heads = (SQ, HQ) if t == "q" else (SK, HKV)
             values |= {f"{name}_sb": rows * heads * d, f"{name}_ss": heads * d, f"{name}_sh": as_expr(d)}
         return tuple(replace(p, value=values.get(p.name, p.value)) for p in params)
@@ -120,7 +123,7 @@ class Quantised:
             out.append(replace(scales, kinds=(each, each * 2)))
         scales_of = DESCALES if block else tuple(f"{t}_inverse" for t in TENSORS)
         means = ("k_mean", SHIFTS) if smooth else ()
-        out.append(self._by_tensor("quantise", build.quantise(), (*QUANTISED.values(), *scales_of, *means), streams=not block))
+        out.append(self._by_tensor("quantise", build.quantise(), (*self.names.values(), *scales_of, *means), streams=not block))
         return tuple(out)
 
     def _by_tensor(self, name: str, role: Role, spaces: tuple[str, ...], streams: bool) -> KernelPlan:
@@ -201,9 +204,9 @@ class Quantised:
     # the attention kernel -----------------------------------------------------------------------------------------------
 
     def reading(self, kernel: KernelPlan) -> KernelPlan:
-        """The kernel for e4m3 tensors, its inputs taken from the workspaces."""
+        """The kernel for 8-bit tensors, its inputs taken from the workspaces."""
         strides = {p.name: p for s in self.spaces() for p in s.params()}
-        inputs = {**QUANTISED, **{n: n for n in DESCALES}}
+        inputs = {**self.names, **{n: n for n in DESCALES}}
         return replace(
             kernel,
             gmem=tuple(
@@ -212,27 +215,26 @@ class Quantised:
             ),
             params=tuple(strides.get(p.name, p) for p in kernel.params),
             maps=tuple(self._map(m, strides) for m in kernel.maps),
-            roles=tuple(replace(r, body=_renamed(r.body)) for r in kernel.roles),
+            roles=tuple(replace(r, body=self._renamed(r.body)) for r in kernel.roles),
         )
 
     def _map(self, recipe: TensorMapRecipe, strides: Mapping[str, Param]) -> TensorMapRecipe:
-        name = QUANTISED[recipe.tensor]
+        name = self.names[recipe.tensor]
         least = self.tiles.attention.head_dim  # a tensor without rows is never loaded, but its map must encode
         values = {f"{recipe.tensor}_{x}": maximum(strides[f"{name}_{x}"].value, least) for x in ("sb", "ss", "sh")}
         return replace(recipe, tensor=name, strides=tuple(s.substitute(values) for s in recipe.strides))
 
-
-def _renamed(body: Body) -> Body:
-    """The same steps, with loads from the workspaces. Two descales of all-zero rows vanish in float32 when multiplied, and 0 · −∞ of a
-    masked score would be NaN: their product has a least value too."""
-    out = []
-    for step in body:
-        if isinstance(step, TmaLoad):
-            step = replace(step, src=QUANTISED[step.src])
-        elif isinstance(step, LoadScale) and "v_descale" not in step.factors:
-            step = replace(step, least=STANDS_FOR_ZERO)
-        out.append(replace(step, **{f: _renamed(b) for f, b in bodies(step)}))  # type: ignore[arg-type]
-    return tuple(out)
+    def _renamed(self, body: Body) -> Body:
+        """The same steps, with loads from the workspaces. Two descales of all-zero rows vanish in float32 when multiplied, and 0 · −∞ of a
+        masked score would be NaN: their product has a least value too. A descale of int8 may be NaN."""
+        out = []
+        for step in body:
+            if isinstance(step, TmaLoad):
+                step = replace(step, src=self.names[step.src])
+            elif isinstance(step, LoadScale) and "v_descale" not in step.factors:
+                step = replace(step, least=STANDS_FOR_ZERO, keeps_nan=self.build.type_of("q") == "int8")
+            out.append(replace(step, **{f: self._renamed(b) for f, b in bodies(step)}))  # type: ignore[arg-type]
+        return tuple(out)
 
 
 def idle(plan: Plan, problem: Problem) -> bool:
@@ -245,7 +247,7 @@ def moved_bytes(plan: Plan, problem: Problem) -> int:
     """What the kernels of a plan that quantise move of tensors: q, k and v as often as they read them, the 8-bit copies once."""
     p, d = problem, plan.attention.head_dim
     elements = {"q": p.batch * p.sq * p.hq * d, "k": p.batch * p.sk * p.hkv * d, "v": p.batch * p.sk * p.hkv * d}
-    total = sum(elements.values()) * DTYPE_BYTES["e4m3"]
+    total = sum(elements.values())  # of one byte
     for kernel in plan.part("quantise").kernels:
         read = {s.src for r in kernel.roles for s in walk(r.body) if isinstance(s, (LoadRows, StageRows))}
         total += sum(elements[t] for t in read) * DTYPE_BYTES[plan.attention.dtype]

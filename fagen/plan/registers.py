@@ -57,9 +57,9 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
         return (32 + 28 * _one_slot(s) if beside_product else 24) + 2 * wide
     if s.stages_q == 2:  # two consumers keep more of Q's address than three or four, who have no room for it
         more = 20 if s.consumers == 2 else 0
-        more += 28 if attention.dv > 128 and attention.dtype != "e4m3" else 0
+        more += 28 if attention.dv > 128 and attention.v_dtype != "e4m3" else 0
         return more + overhead(attention, s.replace(stages_q=None))
-    if attention.dtype == "e4m3":
+    if attention.v_dtype == "e4m3":
         return _e4m3_overhead(attention, s)
     if s.reference == "stale":
         joined_in_order = attention.causal and s.fuse_tiles and s.parallelism == "persistent_static"
@@ -209,7 +209,7 @@ def _one_slot(schedule: Schedule) -> bool:
 
 def transposes(attention: Attention, schedule: Schedule) -> bool:
     """V is transposed in the kernel."""
-    return attention.dtype == "e4m3" and not schedule.v_transposed
+    return attention.v_dtype == "e4m3" and not schedule.v_transposed
 
 
 def compute_registers(attention: Attention, schedule: Schedule) -> int:

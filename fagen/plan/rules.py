@@ -20,7 +20,7 @@ from .precision import attended
 
 CHOICES: dict[str, tuple[object, ...]] = {
     # attention
-    "dtype": ("bf16", "fp16", "e4m3"),
+    "dtype": ("bf16", "fp16", "e4m3", "int8"),
     "out_dtype": (None, "bf16", "fp16"),
     "mask": ("full", "causal", "window"),
     "sink": (False, True),
@@ -42,7 +42,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "normalise": ("once", "each_step"),
     "reference": ("running", "stale"),
     "scale_granularity": (None, "tensor", "head", "block"),
-    "precision": (None, "e4m3"),
+    "precision": (None, "e4m3", "int8"),
     "hadamard": (False, True),
     "smooth_k": (False, True),
     "v_transposed": (False, True),
@@ -63,6 +63,8 @@ NOT_YET_SET = ("window", "softcap")
 HEAD_DIMS = (64, 128, 256)
 MAX_STAGES = 4
 MAX_TILE_KV = 256
+INT8_DEPTH = (1 << 22) // 127**2
+"""Columns up to which a score of int8 values (±127) stays below 2^22, where `IntToFloat` and float32 are exact."""
 SCALES = (1e-30, 1e30)
 """Smallest and largest softmax scale: as far as float32 constants and scores keep their meaning."""
 OFFERED = 4
@@ -196,15 +198,15 @@ def structure(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
 
 
 def _structure_quantised(a: Attention, s: Schedule) -> Iterator[Violation]:
-    """Kernels that quantise stand before a WGMMA kernel for e4m3 that transposes V itself."""
+    """Kernels that quantise stand before a WGMMA kernel for 8-bit tensors that transposes V itself."""
     if s.precision is None:
         for field, what in (("hadamard", "rotates q and k"), ("smooth_k", "takes k's mean off")):
             if getattr(s, field):
-                message = f"{what} before they are rounded to e4m3, which needs precision 'e4m3' and 16-bit tensors"
+                message = f"{what} before they are rounded to 8 bits, which needs precision 'e4m3' or 'int8' and 16-bit tensors"
                 yield Violation(field.replace("_", "-"), field, message, (False,))
         return
-    if a.dtype == "e4m3":
-        yield Violation("precision", "precision", "given with e4m3 tensors, which are quantised already", (None,))
+    if a.has_descales:
+        yield Violation("precision", "precision", f"given with {a.dtype} tensors, which are quantised already", (None,))
     elif s.mma != "wgmma":
         yield Violation("precision", "precision", f"{s.precision} has no fast path on {s.mma}", (None,))
     elif s.v_transposed:
@@ -216,13 +218,16 @@ def _structure_quantised(a: Attention, s: Schedule) -> Iterator[Violation]:
 
 
 def _structure_precision(a: Attention, s: Schedule) -> Iterator[Violation]:
-    if a.dtype != "e4m3":
+    if a.v_dtype != "e4m3":
         if s.v_transposed:
-            yield Violation("v-transposed", "v_transposed", f"is for e4m3; {a.dtype} V is read as it is", (False,))
+            yield Violation("v-transposed", "v_transposed", f"is for an e4m3 V; {a.dtype} V is read as it is", (False,))
         return
     if s.mma != "wgmma":
-        yield Violation("dtype", "dtype", f"e4m3 has no fast path on {s.mma}", ("bf16", "fp16"))
+        yield Violation("dtype", "dtype", f"{a.dtype} has no fast path on {s.mma}", ("bf16", "fp16"))
         return
+    if a.dtype == "int8" and a.head_dim > INT8_DEPTH:
+        message = f"scores of int8 values over {a.head_dim} columns may pass 2^22, from where float32 loses their last bits"
+        yield Violation("head-dim", "head_dim", message, tuple(d for d in HEAD_DIMS if d <= INT8_DEPTH))
     if s.tile_kv % 32:
         legal = tuple(range(32, MAX_TILE_KV + 1, 32))
         yield _nearest_int("tile-kv", "tile_kv", s.tile_kv, legal, "is not a multiple of 32, the depth of one e4m3 product")

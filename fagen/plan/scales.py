@@ -1,6 +1,6 @@
-"""Quantisation scales of e4m3 tensors: what one covers, where it lies, and how a kernel applies it.
+"""Quantisation scales of 8-bit tensors: what one covers, where it lies, and how a kernel applies it.
 
-An e4m3 tensor stands for itself times its *descale*. q's and k's multiply the scores, v's the output; `Schedule.scale_granularity` says
+An 8-bit tensor stands for itself times its *descale*. q's and k's multiply the scores, v's the output; `Schedule.scale_granularity` says
 what one number covers:
 
   tensor   q, k and v have one each
@@ -44,13 +44,15 @@ DECLARED = {Let: "const float", Var: "float", Set: ""}
 
 def structure(a: Attention, s: Schedule) -> Iterator[Violation]:
     """Rules of `scale_granularity` and `promote_every` beside the other fields."""
-    if a.dtype == "e4m3":
-        if s.scale_granularity is None and s.mma == "wgmma":  # e4m3 on another unit is the mistake to speak of
-            message = "e4m3 tensors stand for multiples of scales; it must say what one covers"
+    if a.has_descales:
+        if s.scale_granularity is None and s.mma == "wgmma":  # 8-bit types on another unit are the mistake to speak of
+            message = f"{a.dtype} tensors stand for multiples of scales; it must say what one covers"
             yield Violation("scale-granularity", "scale_granularity", message, ("head", "tensor", "block"))
         return
     if s.scale_granularity is not None:
-        message = f"{s.scale_granularity!r} given, but {a.dtype} tensors have no scales; precision 'e4m3' would quantise them"
+        message = (
+            f"{s.scale_granularity!r} given, but {a.dtype} tensors have no scales; precision 'e4m3' or 'int8' would quantise them"
+        )
         yield Violation("scale-granularity", "scale_granularity", message, (None,))
     if s.promote_every is not None:
         message = f"{s.promote_every} given, but products of {a.dtype} are summed in float32"
@@ -108,7 +110,7 @@ def by_block(tiles: Tiles) -> bool:
 
 def of_tile(tiles: Tiles, head: Expr, head_kv: Expr, batch: Expr, m: Expr, step: type[Let] | type[Var] | type[Set]) -> Body:
     """`score_scale` of a tile: the softmax scale with q's, and unless that changes from block to block with k's."""
-    if tiles.attention.dtype != "e4m3":
+    if not tiles.attention.has_descales:
         return ()
     load = LoadScale(
         var="score_scale", declare=DECLARED[step], constant=tiles.attention.scale_log2, factors=("q_descale", "k_descale")
@@ -133,7 +135,7 @@ def of_block(tiles: Tiles, head_kv: Expr, batch: Expr, j: Expr, prefix: str = ""
 
 def of_softmax(tiles: Tiles, prefix: str = "") -> dict[str, str]:
     """Which scalars a softmax step uses, with the prefix of its block."""
-    if tiles.attention.dtype != "e4m3":
+    if not tiles.attention.has_descales:
         return {}
     if by_block(tiles):
         return {"scale": f"{prefix}block_scale", "shift": f"{prefix}v_shift", "weight": f"{prefix}v_weight"}
@@ -142,7 +144,7 @@ def of_softmax(tiles: Tiles, prefix: str = "") -> dict[str, str]:
 
 def of_output(tiles: Tiles, head_kv: Expr, batch: Expr) -> Body:
     """`out_scale`; none where P has v's scales."""
-    if tiles.attention.dtype != "e4m3" or by_block(tiles):
+    if not tiles.attention.has_descales or by_block(tiles):
         return ()
     return (_shared(tiles, LoadScale(var="out_scale", constant=1.0, factors=("v_descale",)), head_kv, batch),)
 

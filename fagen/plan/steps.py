@@ -29,7 +29,7 @@ class Gmem:
     """A tensor in global memory. Logical dims are (batch, seq, heads, head_dim), or (batch, heads, seq) for lse."""
 
     name: str
-    dtype: str  # "bf16" | "fp16" | "e4m3" | "fp32" | "i32"
+    dtype: str  # "bf16" | "fp16" | "e4m3" | "int8" | "fp32" | "i32"
     dims: tuple[str, ...]
     use: Literal["in", "out", "workspace"]
 
@@ -73,7 +73,7 @@ LANE_COLUMNS = 16
 ONE_ROW = {"uniform": 1, "lane": 1, "columns": LANE_COLUMNS, "masks": LANE_COLUMNS // 2}
 """Layouts of one row → registers a thread; "uniform": one value, the same in all lanes."""
 
-DTYPE_BYTES = {"bf16": 2, "fp16": 2, "e4m3": 1, "fp32": 4, "i32": 4}
+DTYPE_BYTES = {"bf16": 2, "fp16": 2, "e4m3": 1, "int8": 1, "fp32": 4, "i32": 4}
 
 
 @dataclass(frozen=True)
@@ -438,7 +438,8 @@ class LoadScale(Step):
     """float `var` = `constant` · the scalar `times` · the descales `factors`: those of a (batch, head), of a block in it, or (all None)
     of the whole tensor.
 
-    Descales are float32 arrays, or one number each. `declare`: the C type; "" sets a variable that there is."""
+    Descales are float32 arrays, or one number each. `declare`: the C type; "" sets a variable that there is. `least`: at least that;
+    with `keeps_nan` NaN stays NaN."""
 
     var: str
     constant: float
@@ -448,6 +449,7 @@ class LoadScale(Step):
     batch: Expr | None = None
     block: Expr | None = None
     least: float | None = None
+    keeps_nan: bool = False
     declare: str = "const float"
 
 
@@ -583,6 +585,7 @@ class Mma(Step):
 
     unit "wgmma": fence, all k-steps, commit; asynchronous, one group (PTX ISA 9.7.15). `a` is a Frag's name or a Slot.
     unit "mma_sync": the product with its ldmatrix loads; synchronous.
+    Products of int8 are summed in integers: `d` is a Frag of i32.
     `trans_b` False: b is [n][k] (K in Q·Kᵀ); True: b is [k][n] (V in P·V).
     """
 
@@ -630,6 +633,15 @@ class Mask(Step):
     s: str
     limits: str
     first_key: Expr
+
+
+@dataclass(frozen=True, kw_only=True)
+class IntToFloat(Step):
+    """dst = src as float32, exactly: integers below 2^22 in size (the rules see to it). Whoever wants the scores reads dst; src is used up,
+    and the next product may write it."""
+
+    dst: str
+    src: str
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ from .steps import (
     Elected,
     Forever,
     If,
+    IntToFloat,
     LoadAcc,
     LoadRow,
     LoadScale,
@@ -134,6 +135,8 @@ def describe(step: Step) -> str:
         return f"stop if {step.cond}"
     if isinstance(step, LoadScale):
         return f"load scale {step.var}" + (f", block {step.block}" if step.block is not None else "")
+    if isinstance(step, IntToFloat):
+        return f"{step.dst} = {step.src} as float32"
     if isinstance(step, Promote):
         return f"{step.total} += {step.o} in float32"
     words = [v for v in step_fields(step).values() if isinstance(v, str)]

@@ -258,7 +258,7 @@ def device_array(address: int, shape: Any, byte_strides: Any, dtype: str) -> Any
 def attention_kernel(plan: Plan) -> Callable[[int], None]:
     """What the plan's kernel does (full mask), in NumPy, from its launch arguments alone."""
     kernel, attention, schedule = plan.kernels[0], plan.attention, plan.schedule
-    size, out_size = (DTYPES[t].itemsize for t in (attention.dtype, attention.output_dtype))
+    size, out_size = (DTYPES[t].itemsize for t in (attention.dtype, attention.output_dtype))  # k and v are of one size
 
     def run(params: int) -> None:
         maps, p = read_arguments(kernel, params)
@@ -269,13 +269,13 @@ def attention_kernel(plan: Plan) -> Callable[[int], None]:
                 address, chunk, rows, chunks, heads, batch, *rest = maps[name]
                 ss, cs, sh, sb = rest[:4]
                 if name == "v" and plan.schedule.v_transposed:  # what stands for a chunk of columns are the keys
-                    return device_array(address, (batch, heads, rows, chunk), (sb, sh, ss, size), attention.dtype).transpose(
+                    return device_array(address, (batch, heads, rows, chunk), (sb, sh, ss, size), attention.v_dtype).transpose(
                         0, 3, 1, 2
                     )
-                a = device_array(address, (batch, rows, heads, chunks, chunk), (sb, ss, sh, cs, size), attention.dtype)
+                a = device_array(address, (batch, rows, heads, chunks, chunk), (sb, ss, sh, cs, size), attention.dtype_of(name))
                 return a.reshape(batch, rows, heads, chunks * chunk)
             rows, heads = (p.sq, p.hq) if name in ("q", "out") else (p.sk, hkv)
-            item, dtype = (out_size, attention.output_dtype) if name == "out" else (size, attention.dtype)
+            item, dtype = out_size if name == "out" else size, attention.dtype_of(name)
             sb, ss, sh = (item * getattr(p, f"{name}_{x}") for x in ("sb", "ss", "sh"))
             width = attention.dv if name in ("v", "out") else attention.head_dim
             return device_array(getattr(p, name), (batch_of(p), rows, heads, width), (sb, ss, sh, item), dtype)
@@ -422,7 +422,7 @@ class _DLManagedTensor(ctypes.Structure):
 
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype, _new_capsule.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-_CODES = {"float16": (2, 16), "float32": (2, 32), "bfloat16": (4, 16), "float8_e4m3fn": (10, 8)}  # of dlpack.h
+_CODES = {"float16": (2, 16), "float32": (2, 32), "bfloat16": (4, 16), "float8_e4m3fn": (10, 8), "int8": (0, 8)}  # of dlpack.h
 
 
 class Exporter:

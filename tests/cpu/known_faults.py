@@ -11,15 +11,15 @@ ALLOWED_R2UR = {
     ("16-bit", 128, "causal", True): (8, "as at head_dim 64"),
     ("16-bit", 256, "causal", True): (8, "as at head_dim 64"),
     ("16-bit", 256, "full", False): (8, "tiles in a fixed order: the descriptors of a tile's first product, once a tile"),
-    ("e4m3", 64, "full", True): (
+    ("8-bit", 64, "full", True): (
         2,
         "a descriptor of a tile's first product, once a tile; timed faster than tiles that do not join",
     ),
-    ("e4m3", 128, "full", True): (2, "as at head_dim 64"),
-    ("e4m3", 128, "causal", True): (2, "of the next tile's first product, joined to this one's last: once a tile"),
-    ("e4m3", 256, "full", True): (2, "as at head_dim 64"),
-    ("e4m3", 256, "causal", True): (2, "as at head_dim 64"),
-    ("e4m3", 256, "causal", False): (12, "the descriptors of a tile's first product come from vector registers: once a tile"),
+    ("8-bit", 128, "full", True): (2, "as at head_dim 64"),
+    ("8-bit", 128, "causal", True): (2, "as at head_dim 64, once a tile"),
+    ("8-bit", 256, "full", True): (2, "as at head_dim 64"),
+    ("8-bit", 256, "causal", True): (2, "as at head_dim 64"),
+    ("8-bit", 256, "causal", False): (12, "the descriptors of a tile's first product come from vector registers: once a tile"),
 }
 EARLY_WAIT = (
     "with a running maximum ptxas moves the wait for the products up, in front of the exponentials; pinned where the program has it, "
@@ -30,7 +30,7 @@ EARLY_WAIT = (
 def unexpected_faults(built: Built) -> list[str]:
     """The faults of a kernel that stand in no list here."""
     a, s = built.plan.attention, built.plan.schedule
-    r2ur, _ = ALLOWED_R2UR.get(("e4m3" if a.dtype == "e4m3" else "16-bit", a.head_dim, a.mask, s.fuse_tiles), (0, ""))
+    r2ur, _ = ALLOWED_R2UR.get(("8-bit" if a.has_descales else "16-bit", a.head_dim, a.mask, s.fuse_tiles), (0, ""))
     found = []
     for text in (f for kernel in built.report.kernels for f in kernel.faults):
         code, _, message = text.partition(": ")
@@ -38,7 +38,7 @@ def unexpected_faults(built: Built) -> list[str]:
             continue
         if code == "early-wait" and s.reference == "running":
             continue  # EARLY_WAIT
-        if code == "early-wait" and a.dtype == "e4m3" and s.fuse_tiles:
+        if code == "early-wait" and a.has_descales and s.fuse_tiles:
             continue  # where a tile joins the next, once a tile; timed faster than tiles that do not join
         found.append(text)
     return found

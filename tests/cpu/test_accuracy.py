@@ -14,7 +14,7 @@ import pytest
 from fagen import Attention, InputError, LaunchError, accuracy, npz
 from fagen.accuracy import gpu as on_gpu
 from fagen.accuracy import run
-from fagen.accuracy.recipes import PROMOTIONS, WAYS
+from fagen.accuracy.recipes import INT8_WAYS, PROMOTIONS, WAYS
 from fagen.accuracy.run import MOST_SCORES, OnGpu, PeerRow, _rows_by_head
 from fagen.accuracy.table import agreement, best
 from fagen.accuracy.tensors import Part, given, in_half, parts, with_outliers
@@ -72,9 +72,13 @@ def test_a_16_bit_schedule_has_one_row_and_an_e4m3_one_a_row_for_each_way() -> N
     (row,) = accuracy.recipes(*load("fa3"), "fp16")
     assert (row.label, row.attention.dtype, row.quantiser, row.refused) == ("fp16", "fp16", None, "")
     rows = accuracy.recipes(*load("fa3_fp8"), "fp16")
-    assert [r.label for r in rows] == [w.label for w in WAYS] and not any(r.refused for r in rows)
-    for way, r in zip(WAYS, rows):
+    assert [r.label for r in rows] == [*(w.label for w in WAYS), *(f"int8 {w.label}" for w in INT8_WAYS)]
+    assert not any(r.refused for r in rows)
+    assert [r.attention.dtype for r in rows] == ["e4m3"] * len(WAYS) + ["int8"] * len(INT8_WAYS)
+    assert accuracy.recipes(*load("fa3_fp8", dtype="int8"), "fp16") == rows, "whichever of the two the schedule is loaded for"
+    for way, r in zip((*WAYS, *INT8_WAYS), rows):
         assert r.quantiser is not None
+        assert r.quantiser.dtype == r.attention.dtype
         assert r.schedule.scale_granularity == r.quantiser.granularity == way.granularity
         assert (r.quantiser.hadamard, r.quantiser.smooth_k) == (way.hadamard, way.smooth_k)
         if way.granularity == "block":
@@ -124,9 +128,9 @@ def test_the_command_takes_the_paper_and_long_keys_unless_told_otherwise() -> No
     found = command.trials(items, command.Options())
     assert [t.title for t in found] == ["outliers", "32k keys", "32k keys, V around 1", "128k keys", "128k keys, V around 1"]
     assert found[0].source == accuracy.RandomSource(Problem(2, 4096, 4096, 16, 16), 128, 0)
-    assert [len(t.recipes) for t in found] == [len(WAYS), *[len(PROMOTIONS)] * 4]
+    assert [len(t.recipes) for t in found] == [len(WAYS) + len(INT8_WAYS), *[len(PROMOTIONS)] * 4]
     kernels = command.kernels(found)
-    assert len(kernels) == len({k.name for k in kernels}) == 3 + len(PROMOTIONS)
+    assert len(kernels) == len({k.name for k in kernels}) == 3 + 2 + len(PROMOTIONS)
 
 
 def test_a_source_gives_the_same_tensors_again_and_kernels_get_them_in_16_bits() -> None:
@@ -157,10 +161,12 @@ def test_every_row_gets_a_reference_unless_there_are_too_many() -> None:
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
-@pytest.mark.parametrize("way", [w for w in WAYS if not w.smooth_k], ids=lambda w: w.label)
-def test_a_part_of_a_problem_is_the_problem_bit_for_bit(way: Any, mask: str) -> None:
+@pytest.mark.parametrize(
+    "label", [*(w.label for w in WAYS if not w.smooth_k), *(f"int8 {w.label}" for w in INT8_WAYS if not w.smooth_k)]
+)
+def test_a_part_of_a_problem_is_the_problem_bit_for_bit(label: str, mask: str) -> None:
     t = trial(SMALL, ("fa3_fp8",), mask=mask)
-    (_, recipe) = next(r for r in t.recipes if r[1].label == way.label)
+    (_, recipe) = next(r for r in t.recipes if r[1].label == label)
     inputs = given(recipe.quantiser, recipe.attention, *in_half(t.source))
     out, lse = simulate(recipe.attention, recipe.schedule, inputs.q, inputs.k, inputs.v, **inputs.descales)
     for p in parts(SMALL, recipe.schedule.tile_q, 4, 0):
@@ -397,7 +403,7 @@ def test_the_command_on_a_gpu(
     assert shown == json.loads(Path("a.json").read_text()) and shown["gpu"] == "a GPU"
     (e,) = accuracy.AccuracyResult.from_json(Path("a.json").read_text()).experiments
     ours = [r for r in e.rows if r.kind == "schedule"]
-    assert len(ours) == 1 + len(WAYS) and all(agreement(r) == pytest.approx(1.0, abs=1e-6) for r in ours)
+    assert len(ours) == 1 + len(WAYS) + len(INT8_WAYS) and all(agreement(r) == pytest.approx(1.0, abs=1e-6) for r in ours)
     theirs = [r for r in e.rows if r.kind == "peer"]
     assert [r.recipe for r in theirs] == ["fp16", "per tensor", "per head, Hadamard"]
     assert all(r.outcome == "absent" and r.reason for r in theirs)

@@ -158,11 +158,34 @@ def test_fp8_quantises_16_bit_tensors_and_takes_e4m3_ones_as_they_are(compiler: 
         assert out.dtype == dtype and attention.dtype == name
         assert (schedule.precision, schedule.hadamard) == ("e4m3", True)
         choice = tuned.choose(attention.replace(dtype="e4m3", out_dtype=name), Problem(2, 5, 7, 4, 2))
-        assert schedule == choice.schedule.replace(**tuned.FP8)
+        assert schedule == choice.schedule.replace(precision="e4m3", **tuned.QUANTISED)
     compiler.asked.clear()
     q, k, v = qkv(d=128, dtype=ml_dtypes.float8_e4m3fn)
     assert fagen.attention(q, k, v, precision="fp8", v_descale=2.0).dtype == BF16
     assert [s.precision for _, s in compiler.asked] == [None]
+
+
+def test_int8_quantises_16_bit_tensors_and_takes_8_bit_ones_as_they_are(compiler: Compiler) -> None:
+    for dtype, name in ((BF16, "bf16"), (np.float16, "fp16")):
+        compiler.asked.clear()
+        assert fagen.attention(*qkv(d=128, dtype=dtype), precision="int8").dtype == dtype
+        ((attention, schedule),) = compiler.asked
+        assert (attention.dtype, schedule.precision, schedule.hadamard) == (name, "int8", True)
+    q, k, v = qkv(d=128, dtype=np.float32)
+    q, k = (np.rint(x * 30).astype(np.int8) for x in (q, k))
+    v = v.astype(ml_dtypes.float8_e4m3fn)
+    compiler.asked.clear()
+    for precision in (None, "int8", "fp8"):
+        scaled = {"q_descale": 1 / 30, "k_descale": 1 / 30}
+        out, lse = fagen.attention(q, k, v, precision=precision, return_lse=True, **scaled)
+        assert out.dtype == BF16
+        ((attention, schedule),) = compiler.asked  # one kernel for all three
+        assert (attention.dtype, attention.v_dtype, schedule.precision) == ("int8", "e4m3", None)
+        want, want_lse = fagen.reference(attention, q, k, v, **scaled)
+        np.testing.assert_allclose(out.astype(float), want, rtol=2**-7, atol=1e-6)
+        np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-5)
+    with pytest.raises(InputError, match=r"^v: is int8; this kernel reads e4m3"):
+        fagen.attention(q, k, k)
 
 
 def test_16_bit_kernels_are_not_those_of_fp8(compiler: Compiler) -> None:
@@ -318,7 +341,7 @@ def test_mistakes_are_named_before_anything_is_compiled(compiler: Compiler, chan
         ({"causal": "yes"}, r"^causal: is a str; expected True or False"),
         ({"out": np.empty((2, 5, 4, 32), BF16)}, r"^out: has shape"),
         ({"q_descale": 2.0}, r"^q_descale: given with bf16 inputs"),
-        ({"precision": "e4m3"}, r"^precision: is 'e4m3'; expected None or 'fp8'"),
+        ({"precision": "e4m3"}, r"^precision: is 'e4m3'; expected None, 'fp8' or 'int8'"),
         ({"precision": ["fp8"]}, r"^precision: is \['fp8'\]"),
     ],
 )

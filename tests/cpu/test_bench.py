@@ -702,7 +702,7 @@ def test_cudnn_version(number, text):
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
-@pytest.mark.parametrize("dtype", ["bf16", "e4m3"])
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3", "int8"])
 def test_verification_on_the_cpu_of_torch(dtype, mask):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     from fagen.explore import verify
@@ -710,9 +710,11 @@ def test_verification_on_the_cpu_of_torch(dtype, mask):
 
     attention, p = Attention(head_dim=64, dtype=dtype, mask=mask), Problem(1, 300, 200, 40, 8)
     generator = torch.Generator().manual_seed(1)
-    kind = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}[dtype]
+    kind = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "int8": torch.float8_e4m3fn}[dtype]
     shapes = ((1, 300, 40, 64), (1, 200, 8, 64), (1, 200, 8, 64))
-    q, k, v = (torch.randn(s, generator=generator).to(kind) for s in shapes)
+    q, k, v = (torch.randn(s, generator=generator) for s in shapes)
+    v = v.to(kind)
+    q, k = (((x * 32).round().clamp(-127, 127) / 32 if dtype == "int8" else x.to(kind)) for x in (q, k))  # what int8 stands for
     want = verify.expected(torch, attention, p, q, k, v, 0)
     arrays = [x.float().numpy() for x in (q, k, v)]
     exact, _ = reference(attention, *arrays)
@@ -842,6 +844,15 @@ class HalfArray:
 
     def __rsub__(self, other):
         return HalfArray(other - self.x, self.dtype)
+
+    def __truediv__(self, divisor):
+        return HalfArray((self.x / divisor).astype(np.float32), self.dtype)
+
+    def round(self):
+        return HalfArray(np.rint(self.x), self.dtype)
+
+    def clamp(self, low, high):
+        return HalfArray(np.clip(self.x, low, high), self.dtype)
 
     def __mul__(self, factor):
         return HalfArray((self.x * factor).astype(np.float32), self.dtype)
@@ -1042,6 +1053,7 @@ def test_build_writes_what_bench_takes(lab, tmp_path):
     ("attention", "problem", "block", "message"),
     [
         (Attention(head_dim=64, dtype="e4m3"), Problem(1, 64, 64, 1, 1), 64, "more range than e4m3"),
+        (Attention(head_dim=64, dtype="int8"), Problem(1, 64, 64, 1, 1), 64, "more range than int8"),
         (Attention(head_dim=64, dtype="fp16"), Problem(1, 64, 1 << 20, 1, 1), 64, "1048576 keys exceed the range of fp16"),
     ],
 )
@@ -1070,6 +1082,24 @@ def test_inputs_have_the_pattern_that_they_are_named_for(kind, dtype, monkeypatc
         tops = scores.reshape(1, 2, 8, -1, block).max(axis=-1) / np.log(2)
         growth = -np.diff(tops, axis=-1)
         assert growth.min() > 20 and abs(growth.mean() - 30) < 0.5, "every block, towards key 0"
+
+
+@pytest.mark.parametrize("kind", ["normal", "sink"])
+def test_int8_inputs_stand_for_the_pattern(kind, monkeypatch):
+    """Multiples of what the call gives as descales, all within ±127."""
+    attention, problem = Attention(head_dim=128, dtype="int8"), Problem(1, 8, 4096, 2, 1)
+    monkeypatch.setattr(bench_inputs, "normal", lambda torch, shape, dtype, seed: HalfArray.make(shape, dtype, seed))
+    monkeypatch.setattr(NumpyTorch, "int8", "int8", raising=False)
+    q, k, v = bench_inputs.make_inputs(NumpyTorch, attention, problem, kind, 3, 128)
+    assert (q.dtype, k.dtype, v.dtype) == ("int8", "int8", "e4m3")
+    assert all(100 < abs(x.x).max() <= 127 and (x.x == np.rint(x.x)).all() for x in (q, k))
+    units = bench_inputs.descales(attention, kind)
+    assert set(units) == {"q_descale", "k_descale"} and bench_inputs.descales(Attention(head_dim=64, dtype="e4m3"), kind) == {}
+    scores = np.einsum("bqhd,bkd->bhqk", q.x, k.x[:, :, 0]) * attention.softmax_scale * units["q_descale"] * units["k_descale"]
+    if kind == "normal":
+        assert abs(scores.std() - 1) < 0.1
+    else:
+        assert abs((scores[..., :4].mean() - scores[..., 4:].mean()) - 8) < 1
 
 
 @pytest.mark.parametrize(("text", "names"), [("none", ()), ("fa3", ("fa3",)), ("fa3, cudnn,fa3", ("fa3", "cudnn"))])

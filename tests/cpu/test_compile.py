@@ -381,6 +381,19 @@ def test_without_nvdisasm_it_is_said_and_done_later(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(sass, "analyse", lambda cubin: pytest.fail("read again"))
 
 
+@needs_nvdisasm
+def test_an_entry_that_counts_other_instructions_is_completed(monkeypatch: pytest.MonkeyPatch, fa3: Built) -> None:
+    """As a version leaves it that knew fewer names."""
+    source = dataclasses.replace(fa3.source, text=fa3.source.text + "// counted before\n")
+    with monkeypatch.context() as m:
+        m.setattr(sass, "COUNTED", tuple(n for n in sass.COUNTED if n != "IGMMA"))
+        with pytest.raises(KeyError, match="IGMMA"):  # the program implies a number of them
+            build(fa3.plan, source).report.broken()
+    for _ in range(2):  # completed, then stored
+        assert dataclasses.replace(build(fa3.plan, source).report, seconds=0.0) == dataclasses.replace(fa3.report, seconds=0.0)
+        monkeypatch.setattr(sass, "analyse", lambda cubin: pytest.fail("read again"))
+
+
 def test_the_report_round_trips(fa3: Built) -> None:
     assert CompileReport.from_dict(json.loads(json.dumps(fa3.report.to_dict()))) == fa3.report
 

@@ -462,7 +462,9 @@ def test_descales_with_16_bit_inputs(name: str, descale: Any, fake: FakeCuda) ->
     ]
     for call in calls:
         for argument in DESCALES:
-            with pytest.raises(InputError, match=rf"^{argument}: given with bf16 inputs; only e4m3 tensors have a descale"):
+            with pytest.raises(
+                InputError, match=rf"^{argument}: given with bf16 inputs; only e4m3 and int8 tensors have a descale"
+            ):
                 call(q, k, v, **{argument: descale})
 
 

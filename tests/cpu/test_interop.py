@@ -264,10 +264,10 @@ def test_an_exporter_that_fails_is_the_arguments_fault(kernel: Kernel) -> None:
         kernel(Exporter(q), Broken(k), Exporter(v))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "float32"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "int8", "float32"])
 @pytest.mark.parametrize("has_dtype", [True, False])
 def test_types_that_cross_dlpack(dtype: str, has_dtype: bool) -> None:
-    ours = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3", "float32": "fp32"}[dtype]
+    ours = {"float16": "fp16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3", "int8": "int8", "float32": "fp32"}[dtype]
     a = np.zeros((2, 3, 4, 64), getattr(ml_dtypes, dtype, None) or dtype)
     exporter = (exporter_of("some") if has_dtype else Exporter)(a)
     described, _ = exporter_framework(exporter).describe("q", exporter, 5)
@@ -279,7 +279,7 @@ def test_types_that_cross_dlpack(dtype: str, has_dtype: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("typestr", "ours"), [("<V2", "bf16"), ("|V1", "e4m3"), ("<f2", "fp16"), ("<f4", "fp32"), ("<i4", "int32")]
+    ("typestr", "ours"), [("<V2", "bf16"), ("|V1", "e4m3"), ("<f2", "fp16"), ("<f4", "fp32"), ("|i1", "int8"), ("<i4", "int32")]
 )
 def test_types_of_the_array_interface(typestr: str, ours: str) -> None:
     assert _dtype(object(), types.SimpleNamespace(dtype=np.dtype(typestr))) == ours

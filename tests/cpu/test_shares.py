@@ -254,7 +254,7 @@ def test_the_lab_times_what_is_left_unverified(monkeypatch: pytest.MonkeyPatch) 
     lab._kernels = {("d", name): FakeKernel(p, "", b"", report) for name, p in plans.items()}  # type: ignore[misc]
     case = CaseSpec(whole.attention, LONG, tuple(refs))
     q = SimpleNamespace(device="cuda")
-    (how, row), (how_left, left) = (lab._schedule(case, ref, q, q, q, None) for ref in refs)  # type: ignore[misc, arg-type]
+    (how, row), (how_left, left) = (lab._schedule(case, ref, q, q, q, {}, None) for ref in refs)  # type: ignore[misc, arg-type]
     assert (how, row.kind, row.outcome) == ("judged", "schedule", "failed"), "until it is judged"
     assert (how_left, left.kind, left.outcome, left.error_ratio) == ("captured", "removal", "timed", None)
     assert left.plan_id == f"{whole.id}-without-pv"

@@ -41,7 +41,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> AccuracyResult:
 def test_every_row_is_measured_as_predicted(result: AccuracyResult) -> None:
     (e,) = result.experiments
     ours = [r for r in e.rows if r.kind == "schedule"]
-    assert len(ours) == 8 and result.gpu and result.ok
+    assert len(ours) == 12 and result.gpu and result.ok
     for r in ours:
         assert r.outcome == "right" and r.measured is not None and r.measured.rows == 2 * 8 * 700
         ratio = agreement(r)
@@ -52,7 +52,7 @@ def test_every_row_is_measured_as_predicted(result: AccuracyResult) -> None:
 def test_the_order_of_the_ways(result: AccuracyResult) -> None:
     (e,) = result.experiments
     rmse = {r.recipe: r.measured.rmse for r in e.rows if r.kind == "schedule" and r.measured}
-    assert rmse["fp16"] < rmse["per block, Hadamard"] < rmse["per tensor"]
+    assert rmse["fp16"] < rmse["int8 per block, Hadamard"] < rmse["per block, Hadamard"] < rmse["per tensor"]
 
 
 def test_the_peer_is_measured_or_says_why_not(result: AccuracyResult) -> None:

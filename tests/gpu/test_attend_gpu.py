@@ -17,7 +17,7 @@ CASES = [
     for dtype in ("bf16", "fp16")
     for mask in ("full", "causal")
     for sq, sk in ((203, 511), (333, 4100))
-] + [(128, "e4m3", mask, 203, 511) for mask in ("full", "causal")]
+] + [(128, dtype, mask, 203, 511) for dtype in ("e4m3", "int8") for mask in ("full", "causal")]
 
 
 @pytest.mark.parametrize(("head_dim", "dtype", "mask", "sq", "sk"), CASES)
@@ -25,8 +25,8 @@ def test_numpy_against_float64(device, head_dim, dtype, mask, sq, sk):
     attention = Attention(head_dim=head_dim, dtype=dtype, mask=mask)
     problem = CheckProblem(2, sq, sk, 4, 2)
     c = make_case(attention, tuned.choose(attention, problem, device).schedule, problem, seed=sq + sk)
-    out, lse = fagen.attention(c.q, c.k, c.v, causal=mask == "causal", return_lse=True)
-    verdict = oracle.check(attention, c.q, c.k, c.v, out, lse)
+    out, lse = fagen.attention(c.q, c.k, c.v, causal=mask == "causal", return_lse=True, **c.descales)
+    verdict = oracle.check(attention, c.q, c.k, c.v, out, lse, **c.row_descales)
     assert verdict.passed, verdict.reason
 
 

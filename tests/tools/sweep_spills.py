@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from unittest import mock
@@ -22,6 +23,7 @@ from fagen.emit import emit
 from fagen.plan import assemble, registers, rules
 from fagen.plan.memory import BARRIER_BYTES, tile_bytes
 from fagen.target import target
+from fagen.tuned import EIGHT_BIT_TYPES
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class Family:
 def wgmma_families() -> Iterator[Family]:
     def family(dtype: str, head_dim: int, mask: str, consumers: int, **knobs: object) -> Family:
         knobs = {"parallelism": "persistent_dynamic", "overlap": "both", "roles": "producer", "stages": 1} | knobs
-        if dtype == "e4m3":
+        if dtype in EIGHT_BIT_TYPES:
             knobs = {"scale_granularity": "head"} | knobs
         s = Schedule(arch="sm_90a", tile_q=64 * consumers, tile_kv=16, consumers=consumers, movement="tma", mma="wgmma", **knobs)  # type: ignore[arg-type]
         return Family(Attention(head_dim=head_dim, mask=mask, dtype=dtype), s)
@@ -72,17 +74,18 @@ def wgmma_families() -> Iterator[Family]:
                 yield family("bf16", head_dim, "causal", consumers, overlap=overlap, parallelism=parallelism)
             yield family("bf16", head_dim, "causal", consumers, overlap=overlap, stages=2)
             yield family("bf16", head_dim, "full", consumers, overlap=overlap)
-            yield family("e4m3", head_dim, "causal", consumers, overlap=overlap)
-            for mask in ("causal", "full"):
+            for eight in EIGHT_BIT_TYPES:
+                yield family(eight, head_dim, "causal", consumers, overlap=overlap)
+            for mask, eight in itertools.product(("causal", "full"), EIGHT_BIT_TYPES):
                 for scales in (
                     {"scale_granularity": "block"},
                     {"promote_every": 1},
                     {"scale_granularity": "block", "promote_every": 2},
                 ):
-                    yield family("e4m3", head_dim, mask, consumers, overlap=overlap, **scales)
+                    yield family(eight, head_dim, mask, consumers, overlap=overlap, **scales)
                 if overlap in ("within", "both"):
                     for fuse in (False, True):
-                        yield family("e4m3", head_dim, mask, consumers, overlap=overlap, reference="stale", fuse_tiles=fuse)
+                        yield family(eight, head_dim, mask, consumers, overlap=overlap, reference="stale", fuse_tiles=fuse)
         for overlap in ("none", "within"):
             for parallelism in ("persistent_dynamic", "query_tiles"):
                 yield family("bf16", head_dim, "causal", consumers, overlap=overlap, parallelism=parallelism, roles="uniform")

@@ -67,8 +67,8 @@ def simulate(
     """The output of the kernel that `plan(attention, schedule)` describes, run step by step on the CPU.
 
     q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, head_dim_v): NumPy
-    arrays of the attention's dtype (ml_dtypes for bf16 and e4m3), any strides; with the schedule's v_transposed, v (batch, kv_heads,
-    head_dim_v, seqlen_k). `q_descale`, `k_descale`, `v_descale` (e4m3): numbers, or float32 arrays as the schedule's scale_granularity
+    arrays of the attention's dtype (ml_dtypes for bf16 and e4m3; with int8 v is e4m3), any strides; with the schedule's v_transposed, v (batch, kv_heads,
+    head_dim_v, seqlen_k). `q_descale`, `k_descale`, `v_descale` (8-bit types): numbers, or float32 arrays as the schedule's scale_granularity
     says (see `Kernel`). Returns out (batch, seqlen_q, heads, head_dim_v) in the output dtype and lse (batch, heads, seqlen_q) in float32.
 
     `seed` chooses the interleaving; a right plan gives the same bits for every seed. `num_sms` CTAs run side by side, and make up
@@ -135,8 +135,9 @@ def _run(
 ) -> Simulation:
     problem = problem_of(attention, q, k, v, schedule.v_transposed)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype != DTYPES[attention.dtype]:
-            raise InputError(name, f"is {x.dtype}; the attention takes {attention.dtype} ({DTYPES[attention.dtype]})")
+        wanted = attention.dtype_of(name)
+        if x.dtype != DTYPES[wanted]:
+            raise InputError(name, f"is {x.dtype}; the attention takes {wanted} ({DTYPES[wanted]})")
     for name, count in (("num_sms", num_sms), ("ctas", 1 if ctas is None else ctas)):
         if count < 1:
             raise InputError(name, f"is {count}; needs at least 1")
@@ -177,7 +178,13 @@ def simulate_outputs(plan: Plan, q: Array, k: Array, v: Array, *, seed: int = 0)
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype != DTYPES[a.dtype]:
             raise InputError(name, f"is {x.dtype}; the attention takes {a.dtype} ({DTYPES[a.dtype]})")
-    memory = GlobalMemory(_inputs(q, k, v), {}, {}, spaces=_spaces((*plan.workspaces, *plan.outputs), problem))
+    memory = GlobalMemory(
+        _inputs(q, k, v),
+        {},
+        {},
+        spaces=_spaces((*plan.workspaces, *plan.outputs), problem),
+        dtypes={w.name: w.dtype for w in (*plan.workspaces, *plan.outputs)},
+    )
     if not idle(plan, problem):
         launch = plan.bind(problem, _contiguous_strides(problem, a), num_sms=2)
         for kernel, bound in zip(plan.kernels, launch.kernels):

@@ -59,6 +59,8 @@ class _Cursor:
 
 STALE_LIMIT = {"bf16": 65536.0, "fp16": 65504.0}
 E4M3_MAX = 448.0
+LARGEST_CONVERTED = 1 << 22
+"""IntToFloat is exact up to here."""
 
 
 @dataclass
@@ -386,6 +388,14 @@ class Instance:
         key = self.value(step.first_key) + np.arange(s.shape[1])
         self._put(s, np.where(key > limits, np.float32(-np.inf), s.value))
 
+    def int_to_float(self, step: st.IntToFloat) -> None:
+        """A use of `src` after this finds NaN."""
+        dst, src = self.registers[step.dst], self.registers[step.src]
+        if (np.abs(src.value) > LARGEST_CONVERTED).any():
+            raise SimulatedFault(f"{step.id}: an integer past ±{LARGEST_CONVERTED} would not be converted exactly")
+        self._put(dst, src.value)
+        src.write(src.nan())
+
     def online_softmax(self, step: st.OnlineSoftmax) -> None:
         s, m, l, alpha = (self.registers[x] for x in (step.s, step.m, step.l, step.alpha))
         scale, shift, weight = self._shift(step)
@@ -476,7 +486,7 @@ _PRIVATE = frozenset(
         *ladder.PRIVATE,
         *quantise.PRIVATE,
         *(st.Let, st.Var, st.Set, st.Advance, st.CpCommit, st.StoreOut, st.StoreRow, st.Fill, st.Limits, st.Mask),
-        *(st.OnlineSoftmax, st.Pack, st.Rescale, st.Promote, st.LoadScale, st.ScaleShift),
+        *(st.IntToFloat, st.OnlineSoftmax, st.Pack, st.Rescale, st.Promote, st.LoadScale, st.ScaleShift),
         *(st.StaleSoftmax, st.AddSums, st.Calm, st.CopyRow, st.Hold, st.Move),
     )
 )
@@ -514,6 +524,7 @@ _ACTIONS: dict[type[st.Step], Callable[[Instance, Any], Blocked | None]] = {
     st.Fill: Instance.fill,
     st.Limits: Instance.limits,
     st.Mask: Instance.mask,
+    st.IntToFloat: Instance.int_to_float,
     st.OnlineSoftmax: Instance.online_softmax,
     st.StaleSoftmax: Instance.stale_softmax,
     st.AddSums: Instance.add_sums,

@@ -11,8 +11,8 @@ import numpy as np
 
 from ...plan import quantise_steps as qs
 from ...plan import steps as st
-from ..numeric import E4M3_MAX, F32, Array, cast
-from ..quantise import rotate
+from ..numeric import F32, Array
+from ..quantise import codes_of, rotate
 from .ladder import write_part
 
 if TYPE_CHECKING:
@@ -54,10 +54,13 @@ def _below(x: Instance, step: Any, rows: Array) -> Array:
     return rows[: max(min(len(rows), x.value(step.limit) - x.value(step.first_row)), 0)]
 
 
-def _largest(values: Array) -> np.float32:
-    """The largest |value| that is finite, 0 where none is."""
+def _largest(values: Array, or_inf: bool) -> np.float32:
+    """The largest |value| that is finite, 0 where none is; `or_inf`: infinity where one is not finite."""
     size = np.abs(values)
-    largest: np.float32 = size.max(initial=np.float32(0), where=np.isfinite(size))
+    finite = np.isfinite(size)
+    if or_inf:
+        size, finite = np.where(finite, size, np.float32(np.inf)), np.ones_like(finite)
+    largest: np.float32 = size.max(initial=np.float32(0), where=finite)
     return largest
 
 
@@ -65,7 +68,7 @@ def _abs_max(x: Instance, step: qs.AbsMax) -> None:
     m, values = x.registers[step.m], _values(x, step.x, step.flips is not None)
     if step.centre is not None:
         values = _below(x, step, values - x.registers[step.centre].value)
-    m.write(np.maximum(m.value, _largest(values)))
+    m.write(np.maximum(m.value, _largest(values, step.or_inf)))
 
 
 def _column_stats(x: Instance, step: qs.ColumnStats) -> None:
@@ -124,7 +127,8 @@ def _column_mean(x: Instance, step: qs.ColumnMean) -> None:
     if step.high is not None and step.fall is not None:
         high, fall = (np.fmax.reduce(parts_of(n), axis=0) for n in (step.high, step.fall))
         largest = np.fmax(high - mean, fall + mean)
-        x.registers[step.m].write(np.full((1, 1), _largest(largest), np.float32))
+        infinite = step.or_inf and x.value(step.rows) > 0
+        x.registers[step.m].write(np.full((1, 1), _largest(largest, infinite), np.float32))
 
 
 def _load_columns(x: Instance, step: qs.LoadColumns) -> None:
@@ -134,10 +138,12 @@ def _load_columns(x: Instance, step: qs.LoadColumns) -> None:
 
 def _descale(x: Instance, step: qs.Descale) -> None:
     amax = np.maximum(x.registers[step.m].value[0, 0], np.float32(qs.LEAST_AMAX))
-    scale = np.float32(E4M3_MAX) / amax
+    top = np.float32(qs.LARGEST[step.dtype])
+    scale = top / amax
     x.scalars[step.var] = scale
     if x.index == 0:
-        _scalar(x, step.dst, step)[:] = amax / np.float32(E4M3_MAX) * np.float32(step.factor)
+        spoiled = step.dtype == "int8" and np.isinf(amax)
+        _scalar(x, step.dst, step)[:] = np.float32(np.nan) if spoiled else amax / top * np.float32(step.factor)
         if step.inverse is not None:
             _scalar(x, step.inverse, step)[:] = scale
 
@@ -156,7 +162,7 @@ def _quantise_rows(x: Instance, step: qs.QuantiseRows) -> None:
         memory.workspace(step.shift, *place, first, len(values), 0, 1)[:] = dots * np.float32(step.factor)
     if step.centre is not None:
         values = values - x.registers[step.centre].value
-    codes = cast(values * x.scalars[step.scale], "e4m3").astype(np.float32)
+    codes = codes_of(values, x.scalars[step.scale], x.cta.memory.dtypes[step.dst]).astype(np.float32)
     memory.workspace(step.dst, *place, first, len(values), 0, values.shape[1])[:] = codes
 
 

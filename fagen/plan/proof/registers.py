@@ -22,6 +22,7 @@ _USES: dict[type[S.Step], Callable[[Any], Uses]] = {
     S.Opaque: lambda s: (s.reads, s.changes),
     S.Limits: lambda s: ((), (s.dst,)),
     S.Mask: lambda s: ((s.s, s.limits), (s.s,)),
+    S.IntToFloat: lambda s: ((s.src,), (s.dst,)),
     S.OnlineSoftmax: lambda s: ((s.s,), (s.s, s.m, s.l)) if s.first else ((s.s, s.m, s.l), (s.s, s.m, s.l, s.alpha)),
     S.Pack: lambda s: ((s.s,), (s.p,)),
     S.StaleSoftmax: lambda s: ((s.s, s.m), (s.e, s.part)),
@@ -101,6 +102,7 @@ REGISTER_STEPS = (
     S.Fill,
     S.Limits,
     S.Mask,
+    S.IntToFloat,
     S.OnlineSoftmax,
     S.StaleSoftmax,
     S.AddSums,
@@ -148,7 +150,11 @@ class Registers:
 
     known: frozenset[str]
     """Names of the role's Frags."""
+    integers: frozenset[str] = frozenset()
+    """Those of integers."""
     defined: set[str] = field(default_factory=set)
+    unconverted: set[str] = field(default_factory=set)
+    """Integer sums of products that no IntToFloat has used up."""
     flight: list[Group] = field(default_factory=list)
 
     def touch(self, step: S.Step) -> str | None:
@@ -167,6 +173,13 @@ class Registers:
             if frag not in self.defined:
                 return f"reads {frag} before anything has written it"
         self.defined.update(writes)
+        if isinstance(step, S.Mma) and step.d in self.integers:
+            if step.d in self.unconverted:
+                return f"overwrites {step.d}, whose integers nothing has converted"
+            self.unconverted.add(step.d)
+        elif isinstance(step, S.IntToFloat):
+            self.unconverted.discard(step.src)
+            self.defined.discard(step.src)
         return None
 
     def wait(self, step: S.MmaWait) -> tuple[list[int], str | None]:

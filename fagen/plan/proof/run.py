@@ -61,7 +61,7 @@ class Run:
         split = [1, role.warps - 1] if elects and not role.elect and w == 0 and role.warps > 1 else [role.warps]
         for i, warps in enumerate(split):
             cursors = {c.name: CursorState(c) for c in role.cursors}
-            registers = Registers(frozenset(f.name for f in role.frags))
+            registers = Registers(frozenset(f.name for f in role.frags), frozenset(f.name for f in role.frags if f.dtype == "i32"))
             leads = w == 0 and i == 0
             env = {**scope, "w": w}
             self.lines.append(Line(len(self.lines), role, w, warps, leads, role.elect, env, cursors, registers))
@@ -90,6 +90,9 @@ class Run:
             if line.registers.flight:
                 names = ", ".join(g.name for g in line.registers.flight)
                 self.fail("in-flight", f"{line.role.name}{line.suffix} ends while {names} is in flight")
+            if line.registers.unconverted:
+                names = ", ".join(sorted(line.registers.unconverted))
+                self.fail("registers", f"{line.role.name}{line.suffix} ends with integers in {names} that nothing has converted")
             return False
 
     def _deadlock(self, stuck: list[Line]) -> None:

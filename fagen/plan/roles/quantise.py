@@ -1,4 +1,4 @@
-"""Quantising as kernels: 16-bit q, k and v → e4m3 tensors and their descales, in workspaces that the attention kernel reads.
+"""Quantising as kernels: 16-bit q, k and v → 8-bit tensors and their descales, in workspaces that the attention kernel reads.
 
 A CTA owns some rows of one head of one of the three tensors; CTAs of q stand first, then those of k, then those of v. Heads vary fastest,
 so that CTAs side by side read whole rows of (batch, seq, heads, head_dim) together.
@@ -16,12 +16,12 @@ Rotation and mean exchange: K's mean is taken, and subtracted, after the rotatio
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from ..expr import Expr, as_expr, ceildiv, maximum, minimum, sym
-from ..precision import granularity
+from ..precision import attended, granularity, names
 from ..quantise_steps import (
     AbsMax,
     AddShift,
@@ -85,6 +85,19 @@ class Quantise:
         """Rows of a warp for each row of a lane."""
         return 512 // self.head_dim
 
+    @cached_property
+    def _types(self) -> dict[str, str]:
+        inner, _ = attended(self.tiles.attention, self.tiles.schedule)
+        return {t: inner.dtype_of(t) for t in TENSORS}
+
+    def type_of(self, tensor: str) -> str:
+        """What it is quantised to."""
+        return self._types[tensor]
+
+    def _or_inf(self, tensor: str) -> bool:
+        """Whether a value that is not finite must show in the scale: int8 has no code for it."""
+        return self.type_of(tensor) == "int8"
+
     def block(self, tensor: str) -> int:
         """Rows that share a scale, "block"."""
         return self.tiles.schedule.tile_q if tensor == "q" else self.tiles.schedule.tile_kv
@@ -131,6 +144,7 @@ class Quantise:
         mean = ColumnMean(
             dst="k_mean", sums="k_sums", m="m", cols=self.head_dim, parts=sym("k_parts"), rows=SK, high=high, fall=fall, **where
         )
+        mean = mean if high is None else replace(mean, or_inf=self._or_inf("k"))
         largest = () if self.by == "block" else (*self._all_warps(), StoreMax(m="m", dst="k_maxima", row=as_expr(0), **where))
         return self._role("mean", (*self._pair(CTA), mean, *largest), WARPS, ("m",) if largest else ())
 
@@ -226,7 +240,7 @@ class Quantise:
         return (ShareMax(m="m", dst=maxima), CtaSync(why="every warp's maximum is there"), TakeMax(m="m", src=Slot("maxima", None)))
 
     def _part_max(self, tensor: str) -> Body:
-        largest = AbsMax(m="m", x="x", flips=self._flips(tensor), first_row=ROW0, limit=_limit(tensor))
+        largest = AbsMax(m="m", x="x", flips=self._flips(tensor), first_row=ROW0, limit=_limit(tensor), or_inf=self._or_inf(tensor))
         rows = self._rows(tensor, (self._load(tensor), largest))
         return (
             Fill(dst="m", value=0.0),
@@ -265,7 +279,8 @@ class Quantise:
         """The rotation makes values head_dim ** 0.5 times as large: q's and k's descales take it back."""
         factor = self.head_dim**-0.5 if self._rotated(tensor) else 1.0
         place = self._place(tensor) if self.by != "head" else {"batch": B, "head": H, "row": as_expr(0)}
-        return Descale(var="scale", m="m", dst=f"{tensor}_descale", factor=factor, inverse=inverse, **place)
+        dtype = self.type_of(tensor)
+        return Descale(var="scale", m="m", dst=f"{tensor}_descale", dtype=dtype, factor=factor, inverse=inverse, **place)
 
     def _mean(self, tensor: str) -> Body:
         if not self.smooth or tensor == "v":
@@ -277,7 +292,7 @@ class Quantise:
         shifted = self.smooth and tensor == "q"
         return QuantiseRows(
             x=self._x(tensor),
-            dst=f"{tensor}_e4m3",
+            dst=names(self.tiles.attention, self.tiles.schedule)[tensor],
             scale="scale",
             flips=self._flips(tensor),
             first_row=ROW0,
@@ -316,6 +331,7 @@ class Quantise:
                 first_row=ROW0,
                 limit=end,
                 centre="mean" if self.smooth and tensor == "k" else None,
+                or_inf=self._or_inf(tensor),
             ),
             *self._all_warps(),
             self._descale(tensor, None),

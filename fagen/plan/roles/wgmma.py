@@ -29,6 +29,7 @@ from ..steps import (
     Frag,
     Hold,
     If,
+    IntToFloat,
     Let,
     Loop,
     Mask,
@@ -83,10 +84,15 @@ class Wgmma:
         return Slot("V", "v", holds=self.tiles.key_row(j))
 
     def _qk(self, j: Expr, why: str = "") -> Mma:
-        return Mma(name="qk", d="S", a=self._q(), b=self._k(j), accumulate=False, trans_b=False, unit="wgmma", why=why)
+        return Mma(name="qk", d=self._raw_s, a=self._q(), b=self._k(j), accumulate=False, trans_b=False, unit="wgmma", why=why)
+
+    @property
+    def _raw_s(self) -> str:
+        """The accumulator of the scores: integers of 8-bit integers."""
+        return "S_int" if self.tiles.attention.dtype == "int8" else "S"
 
     def _pv(self, j: Expr, why: str = "") -> Mma:
-        trans = self.tiles.attention.dtype != "e4m3"  # 8-bit V stands transposed in shared memory
+        trans = self.tiles.attention.v_dtype != "e4m3"  # 8-bit V stands transposed in shared memory
         anew = self.tiles.schedule.promote_every == 1
         return Mma(name="pv", d="O", a="P", b=self._v(j), accumulate=not anew, trans_b=trans, unit="wgmma", why=why)
 
@@ -229,10 +235,11 @@ class Wgmma:
     def _frags(self) -> tuple[Frag, ...]:
         a, s = self.tiles.attention, self.tiles.schedule
         return (
+            *(Frag("S_int", 64, s.tile_kv, "i32", "acc64") for _ in range(self._raw_s != "S")),
             Frag("S", 64, s.tile_kv, "fp32", "acc64"),
             Frag("O", 64, a.dv, "fp32", "acc64"),
             *(Frag("O_sum", 64, a.dv, "fp32", "acc64") for _ in range(s.promote_every is not None)),
-            Frag("P", 64, s.tile_kv, a.dtype, self._p_layout()),
+            Frag("P", 64, s.tile_kv, a.v_dtype, self._p_layout()),
             *self._early_frags(),
             *(Frag(name, 64, 1, "fp32", "row64") for name in ("m_old", "l_old") if s.fuse_tiles),
             *(Frag(name, 64, 1, "fp32", "row64") for name in ("m_ref", "l_sum", "alpha", "inverse", "lse")),
@@ -244,10 +251,10 @@ class Wgmma:
         a, s = self.tiles.attention, self.tiles.schedule
         if s.reference != "stale":
             return ()
-        return Frag("E", 64, s.tile_kv, a.dtype, self._p_layout()), Frag("part", 64, 1, "fp32", "row64")
+        return Frag("E", 64, s.tile_kv, a.v_dtype, self._p_layout()), Frag("part", 64, 1, "fp32", "row64")
 
     def _p_layout(self) -> str:
-        return "a64_e4m3perm" if self.transposes else "a64_e4m3" if self.tiles.attention.dtype == "e4m3" else "a64"
+        return "a64_e4m3perm" if self.transposes else "a64_e4m3" if self.tiles.attention.v_dtype == "e4m3" else "a64"
 
     @property
     def _is_uniform(self) -> bool:
@@ -274,7 +281,8 @@ class Wgmma:
         )
 
     def _softmax(self, j: Expr, masked: bool, first: str = "") -> Body:
-        """`first`: nothing comes before this block, whose scales have names with this prefix."""
+        """From what the product left to exponentials. `first`: nothing comes before this block, whose scales have names with this prefix."""
+        convert = (IntToFloat(dst="S", src=self._raw_s),) if self._raw_s != "S" else ()
         mask = (Mask(s="S", limits="last_key", first_key=j * self.tiles.schedule.tile_kv),) if masked else ()
         soft = OnlineSoftmax(
             s="S",
@@ -286,7 +294,7 @@ class Wgmma:
             offset=p_offset(self.tiles),
             **scales.of_softmax(self.tiles, first),
         )
-        return (*mask, soft)
+        return (*convert, *mask, soft)
 
     def _in_turn(self, *products: Mma | Wait) -> Body:
         """Ping-pong: the products of a warpgroup are issued in its turn, then the turn goes to the next one."""
@@ -342,7 +350,7 @@ class Wgmma:
             Wait(bar="k_full", cursor="k"),
             *self._in_turn(self._qk(N - 1), Wait(bar="v_full", cursor="v"), self._pv_of_old()),
             *totals(t, old=True),
-            MmaWait(pending=1, ready=("S",), why="the next tile's first scores are there, this tile's last P·V still runs"),
+            MmaWait(pending=1, ready=(self._raw_s,), why="the next tile's first scores are there, this tile's last P·V still runs"),
             *self._release_q(N - 1),
             *self._release("k", N - 1),
             *self._softmax(N - 1, masked=True, first=NEXT),
@@ -377,7 +385,7 @@ class Wgmma:
             *self._block_scales(N - 1, FIRST),
             Wait(bar="k_full", cursor="k"),
             *self._in_turn(self._qk(N - 1)),
-            MmaWait(pending=0, ready=("S",)),
+            MmaWait(pending=0, ready=(self._raw_s,)),
             *self._release_q(N - 1),
             *self._release("k", N - 1),
             *self._softmax(N - 1, masked=True, first=FIRST),
@@ -437,7 +445,7 @@ class Wgmma:
             *self._block_scales(J),
             Wait(bar="k_full", cursor="k"),
             self._qk(J),
-            MmaWait(pending=0, ready=("S",)),
+            MmaWait(pending=0, ready=(self._raw_s,)),
             *self._release_q(J),
             *self._release("k", J),
             *self._softmax(J, masked),
@@ -476,7 +484,7 @@ class Wgmma:
             *self._block_scales(J),
             Wait(bar="k_full", cursor="k"),
             *self._in_turn(self._qk(J), Wait(bar="v_full", cursor="v"), self._pv(J + 1)),
-            MmaWait(pending=1, ready=("S",), why="the scores are there, P·V still runs"),
+            MmaWait(pending=1, ready=(self._raw_s,), why="the scores are there, P·V still runs"),
             *self._release_q(J),
             *self._release("k", J),
         )
@@ -498,11 +506,9 @@ class Wgmma:
 
         A warp whose values do not fit computes the block again, exactly, from the scores, which are still there.
         """
-        online = self._softmax(J, masked=False)
-        (exact,) = online
+        *before, exact = self._softmax(J, masked)
         assert isinstance(exact, OnlineSoftmax)
         done = MmaWait(pending=0, ready=("O", "P"))
-        mask = self._softmax(J, masked)[:-1]
         stale = StaleSoftmax(
             calm="calm",
             e="E",
@@ -522,13 +528,13 @@ class Wgmma:
                 Pack(p="E", s="S"),
                 done,
                 *self._rescale(unpromoted=True),
-                Calm(var="calm", alpha="alpha", least=CALM[self.tiles.attention.dtype]),
+                Calm(var="calm", alpha="alpha", least=CALM[self.tiles.attention.v_dtype]),
             ),
             orelse=(AddSums(l="l_sum", part="part"), done),
         )
         return (
             *self._scores_over_pv(),
-            *mask,
+            *before,
             stale,
             vote,
             *self._release("v", J + 1),
@@ -543,7 +549,7 @@ class Wgmma:
             Wait(bar="v_full", cursor="v"),
             Wait(bar="k_full", cursor="k"),
             *self._in_turn(self._pv(J + 1), self._qk(J)),
-            MmaWait(pending=0, ready=("O", "P", "S")),
+            MmaWait(pending=0, ready=("O", "P", self._raw_s)),
             *self._release_q(J),
             *self._release("v", J + 1),
             *self._release("k", J),
