@@ -76,7 +76,8 @@ def _e4m3_overhead(attention: Attention, s: Schedule) -> int:
     """With a producer: 24, and more for what ptxas handled worse when it was compiled."""
     stale, by_block = s.reference == "stale", s.scale_granularity == "block"
     if s.fuse_tiles:
-        return 32 if s.consumers != 4 and not attention.causal or attention.dv > 128 else 24
+        roomy = s.consumers == 4 if not attention.causal else attention.dtype != "int8"
+        return 24 if roomy and attention.dv <= 128 else 32
     if stale and attention.causal and attention.dv > 128:
         return 34 if s.overlap == "both" or by_block or s.parallelism == "persistent_dynamic" else 24
     if stale and not attention.causal and s.overlap == "both" and s.consumers == 2:

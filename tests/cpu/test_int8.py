@@ -164,6 +164,15 @@ def test_what_is_illegal_in_e4m3_is_so_in_int8(base: str, changes: dict[str, Any
     assert code in e.value.codes
 
 
+def test_joined_causal_tiles_need_a_few_registers_more() -> None:
+    """At head_dim 128, 192 keys and two consumers four bytes spilled, where those of e4m3 just fit."""
+    changes = {"mask": "causal", "reference": "stale", "fuse_tiles": True, "parallelism": "persistent_dynamic", "stages": 1}
+    rules.check(*fagen.load("fa3_fp8", **changes, tile_kv=192))
+    with pytest.raises(ScheduleError) as e:
+        rules.check(*fagen.load("fa3_fp8", dtype="int8", **changes, tile_kv=192))
+    assert e.value.codes == ("registers",) and "tile_kv=160" in str(e.value)
+
+
 # the code -----------------------------------------------------------------------------------------------------------------
 
 
