@@ -42,7 +42,8 @@ class Schedule(Value):
     p_operand: str = "registers"
     """Where P is an operand of P·V from: "registers" or "shared" memory."""
     stages: int | tuple[int, int] = 1
-    """Slots of the K ring and of the V ring: one number for both, or (K, V)."""
+    """Slots of the K ring and of the V ring: one number for both, or (K, V). A V that the kernel transposes comes from memory into a ring as
+    long as K's."""
     stages_q: int | None = None
     """Slots for query tiles, 1 or 2. With 2 the next tile's Q is on its way before this tile's last product has read its own: persistent
     kernels with a producer. None: 1, or 2 with `fuse_tiles`, which takes no other value."""

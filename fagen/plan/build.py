@@ -103,7 +103,7 @@ def _wgmma(tiles: Tiles, t: Target) -> KernelPlan:
     transposer = (build.transposer(),) if turn else ()
     roles = (build.producer(), *transposer, build.consumer()) if with_producer else (build.uniform(),)
     rings = [("q", s.slots_q), ("k", s.stages_k), ("v", s.stages_v)]
-    rings += [("raw", s.stages_v)] if turn else []
+    rings += [("raw", s.stages_k)] if turn else []
     rings += [("tile", TILE_STAGES)] if tiles.dynamic else []
     bars = tuple(MBar(f"{name}_{state}", stages) for name, stages in rings for state in ("full", "empty"))
     order = (NBar("order", 1, s.consumers, 256),) if s.overlap in ("pingpong", "both") else ()

@@ -21,7 +21,7 @@ def tiles_of(attention: Attention, schedule: Schedule) -> tuple[Smem, ...]:
         return q, k, _tile("V", s.tile_kv, a.dv, a.v_dtype, s.stages_v)
     # 8-bit tensor core operands are K-major: V must stand with its keys along the row, given so or transposed in the kernel.
     v = Smem("V", a.dv, s.tile_kv, a.v_dtype, s.stages_v)
-    return (q, k, v) if s.v_transposed else (q, k, _tile("V_raw", s.tile_kv, a.dv, a.v_dtype, s.stages_v), v)
+    return (q, k, v) if s.v_transposed else (q, k, _tile("V_raw", s.tile_kv, a.dv, a.v_dtype, s.stages_k), v)
 
 
 def parts_of(attention: Attention, schedule: Schedule) -> tuple[Smem, ...]:

@@ -79,12 +79,15 @@ def _e4m3_overhead(attention: Attention, s: Schedule) -> int:
         roomy = s.consumers == 4 if not attention.causal else attention.dtype != "int8"
         return 24 if roomy and attention.dv <= 128 else 32
     if stale and attention.causal and attention.dv > 128:
-        return 34 if s.overlap == "both" or by_block or s.parallelism == "persistent_dynamic" else 24
+        worse = "persistent_static" if s.overlap == "both" else "persistent_dynamic"
+        return 34 if by_block or s.parallelism == worse else 24
     if stale and not attention.causal and s.overlap == "both" and s.consumers == 2:
         return 32
     if not stale and attention.dv > 128 and s.overlap != "none":
         return 28 if s.overlap == "within" else 34
     if by_block and s.overlap == "pingpong":
+        return 32
+    if attention.dtype == "int8" and attention.causal and s.parallelism == "persistent_dynamic" and s.overlap in ("within", "both"):
         return 32
     return 28 if s.promote_every == 1 else 24
 

@@ -63,8 +63,8 @@ NOT_YET_SET = ("window", "softcap")
 HEAD_DIMS = (64, 128, 256)
 MAX_STAGES = 4
 MAX_TILE_KV = 256
-INT8_DEPTH = (1 << 22) // 127**2
-"""Columns up to which a score of int8 values (±127) stays below 2^22, where `IntToFloat` and float32 are exact."""
+INT8_DEPTH = (1 << 24) // 127**2
+"""Columns up to which a score of int8 values (±127) stays below 2^24, where float32 is exact."""
 SCALES = (1e-30, 1e30)
 """Smallest and largest softmax scale: as far as float32 constants and scores keep their meaning."""
 OFFERED = 4
@@ -226,7 +226,7 @@ def _structure_precision(a: Attention, s: Schedule) -> Iterator[Violation]:
         yield Violation("dtype", "dtype", f"{a.dtype} has no fast path on {s.mma}", ("bf16", "fp16"))
         return
     if a.dtype == "int8" and a.head_dim > INT8_DEPTH:
-        message = f"scores of int8 values over {a.head_dim} columns may pass 2^22, from where float32 loses their last bits"
+        message = f"scores of int8 values over {a.head_dim} columns may pass 2^24, from where float32 loses their last bits"
         yield Violation("head-dim", "head_dim", message, tuple(d for d in HEAD_DIMS if d <= INT8_DEPTH))
     if s.tile_kv % 32:
         legal = tuple(range(32, MAX_TILE_KV + 1, 32))

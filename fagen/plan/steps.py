@@ -637,7 +637,7 @@ class Mask(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class IntToFloat(Step):
-    """dst = src as float32, exactly: integers below 2^22 in size (the rules see to it). Whoever wants the scores reads dst; src is used up,
+    """dst = src as float32, exactly: integers below 2^24 in size (the rules see to it). Whoever wants the scores reads dst; src is used up,
     and the next product may write it."""
 
     dst: str

@@ -179,30 +179,35 @@ class Wgmma:
         return transposes(self.tiles.attention, self.tiles.schedule)
 
     def transposer(self) -> Role:
-        """The producer's other three warps: V as it came from memory → Vᵀ, whose rows the tensor core reads along the keys."""
+        """The producer's other three warps: V as it came from memory → Vᵀ, whose rows the tensor core reads along the keys. One cursor tells
+        both slots where the two rings are as long as one another."""
         s = self.tiles.schedule
+        alike = s.stages_k == s.stages_v
+        turned = "raw" if alike else "turned"
         block = (
             Wait(bar="raw_full", cursor="raw"),
-            Wait(bar="v_empty", cursor="raw", refill=True),
+            Wait(bar="v_empty", cursor=turned, refill=alike),
             TransposeV(
-                dst=Slot("V", "raw"),
+                dst=Slot("V", turned),
                 src=Slot("V_raw", "raw", holds=self.tiles.key_row(J)),
                 at_once=transposed_at_once(self.tiles.attention, s),
             ),
             ProxyFence(why="the products read Vᵀ through the asynchronous proxy"),
-            Arrive(bar="v_full", cursor="raw"),
+            Arrive(bar="v_full", cursor=turned),
             Arrive(bar="raw_empty", cursor="raw"),
-            Advance(cursor="raw"),
+            *(Advance(cursor=c) for c in dict.fromkeys(("raw", turned))),
         )
         blocks = Loop(var="j", first=N - 1, last=LAST, step=-1, segment="blocks", body=block)
-        cursors = (Cursor("raw", s.stages_v, 0), *self.tiles.ring_cursors("get_t"))
+        own = () if alike else (Cursor(turned, s.stages_v, 1),)
+        cursors = (Cursor("raw", s.stages_k, 0), *own, *self.tiles.ring_cursors("get_t"))
         assert self.registers is not None
         body = self.tiles.consumer_loop((*self.tiles.decode(), blocks))
         return Role("transposer", 3, 1, False, self.registers[0], (), cursors, body)
 
     def _load_cursors(self) -> tuple[Cursor, ...]:
         s = self.tiles.schedule
-        return Cursor("load_q", s.slots_q, 1), Cursor("load_k", s.stages_k, 1), Cursor("load_v", s.stages_v, 1)
+        loads_v = s.stages_k if self.transposes else s.stages_v
+        return Cursor("load_q", s.slots_q, 1), Cursor("load_k", s.stages_k, 1), Cursor("load_v", loads_v, 1)
 
     # compute --------------------------------------------------------------------------------------------------------------
 
