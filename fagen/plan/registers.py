@@ -87,7 +87,8 @@ def _e4m3_overhead(attention: Attention, s: Schedule) -> int:
         return 28 if s.overlap == "within" else 34
     if by_block and s.overlap == "pingpong":
         return 32
-    if attention.dtype == "int8" and attention.causal and s.parallelism == "persistent_dynamic" and s.overlap in ("within", "both"):
+    claims = attention.causal and s.parallelism == "persistent_dynamic"
+    if attention.dtype == "int8" and claims and not stale and s.consumers == 2 and s.overlap in ("within", "both"):
         return 32
     return 28 if s.promote_every == 1 else 24
 
