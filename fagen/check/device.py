@@ -129,11 +129,11 @@ class DeviceView:
 
     def __init__(self, ptr: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any]):
         self.dtype = dtype.name
-        """The interface has no code for bf16 and e4m3; this name tells."""
+        """The interface has no code for bf16 and e4m3, which go as their bits; this name tells."""
         self.__cuda_array_interface__ = {
             "shape": shape,
             "strides": strides,
-            "typestr": f"<u{dtype.itemsize}" if dtype.itemsize > 1 else "|u1",
+            "typestr": f"<u{dtype.itemsize}" if dtype.itemsize > 1 else "|i1" if dtype.kind == "i" else "|u1",
             "data": (ptr, False),
             "version": 3,
             "stream": None,

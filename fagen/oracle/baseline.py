@@ -10,11 +10,21 @@ import numpy.typing as npt
 from ..attention import Attention
 from ..descales import Descales
 from ..plan.scales import LEAST_V_SCALE
+from ..schedule import Schedule
 from .blocks import problem_of, row_blocks, scales_of
-from .numeric import E4M3_DEPTH, E4M3_P_SCALE, F32, Array, cast, last_bit, rounded, tensor_core
+from .numeric import E4M3_DEPTH, E4M3_P_SCALE, E4M3_P_SCALE_STALE, F32, Array, cast, half_step, last_bit, rounded, tensor_core
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+
+def largest_weight(attention: Attention, schedule: Schedule | None) -> float:
+    """What a row's largest weight is where it is rounded to P's type. Against a running maximum it is a power of two, 2^8 in e4m3, which
+    nothing is lost of; against a stale one it is any number, here one that rounding changes by half of the most."""
+    eight = attention.v_dtype == "e4m3"
+    if schedule is None or schedule.reference == "running":
+        return E4M3_P_SCALE if eight else 1.0
+    return (E4M3_P_SCALE_STALE if eight else 1.0) * (1 + half_step(attention.v_dtype) / 2)
 
 
 def baseline(attention: Attention, q: Array, k: Array, v: Array, **descales: Unpack[Descales]) -> tuple[Array, F32]:
@@ -54,13 +64,20 @@ def score_step_of(attention: Attention, largest_term: float) -> float:
 
 
 def baseline_rows(
-    attention: Attention, q: Array, k: Array, v: Array, rows: npt.ArrayLike, **descales: Unpack[Descales]
+    attention: Attention,
+    q: Array,
+    k: Array,
+    v: Array,
+    rows: npt.ArrayLike,
+    schedule: Schedule | None = None,
+    **descales: Unpack[Descales],
 ) -> tuple[Array, F32]:
-    """`baseline` for some query rows: out (batch, len(rows), heads, head_dim_v), lse (batch, heads, len(rows))."""
+    """`baseline` for some query rows: out (batch, len(rows), heads, head_dim_v), lse (batch, heads, len(rows)). `schedule`: whose
+    exponentials' reference it shares, see `largest_weight`."""
     problem = problem_of(attention, q, k, v)
     scales = scales_of(attention, problem, descales)
     index = np.asarray(rows, np.int64)
-    p_scale = np.float32(E4M3_P_SCALE if attention.v_dtype == "e4m3" else 1.0)
+    p_scale = np.float32(largest_weight(attention, schedule))
     out = np.zeros((problem.batch, len(index), problem.hq, attention.dv), np.float32)
     lse = np.full((problem.batch, problem.hq, len(index)), -np.inf, np.float32)
     with np.errstate(invalid="ignore", divide="ignore"):

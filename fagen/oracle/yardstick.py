@@ -47,17 +47,17 @@ def yardstick(
     schedule: Schedule | None = None,
     **descales: Unpack[Descales],
 ) -> Yardstick:
-    """Of some query rows, as `reference_rows` has them. `schedule`: whose `precision` the baseline shares; None: no precision but the
-    attention's own."""
+    """Of some query rows, as `reference_rows` has them. `schedule`: whose `precision` and `reference` the baseline shares; None: no precision but
+    the attention's own, and a running maximum."""
     reference = reference_rows(attention, q, k, v, rows, **descales)
     quantiser = None if schedule is None else quantiser_of(schedule)
     if schedule is None or quantiser is None:
-        baseline = baseline_rows(attention, q, k, v, rows, **descales)
+        baseline = baseline_rows(attention, q, k, v, rows, schedule, **descales)
         return Yardstick(reference, baseline, score_step(attention, q, k, **descales))
     inner, _ = attended(attention, schedule)
     quantised = quantise(q, k, v, quantiser)
     of_q, of_k, of_v = quantised.dequantised()
-    out, lse = baseline_rows(inner, of_q, of_k, of_v, rows)
+    out, lse = baseline_rows(inner, of_q, of_k, of_v, rows, schedule)
     if quantised.k_mean is not None:
         lse += lse_shift(q[:, np.asarray(rows, np.int64)], quantised.k_mean, attention.softmax_scale)
     return Yardstick(reference, (out, lse), score_step(inner, of_q, of_k))
