@@ -7,9 +7,10 @@ from dataclasses import FrozenInstanceError
 import numpy as np
 import pytest
 
-from fagen import Attention
+from fagen import Attention, load, simulate
 from fagen.oracle import DTYPES, Verdict, baseline, check, compare, make_inputs, reference, sample_rows, ulp
-from fagen.oracle.baseline import score_step
+from fagen.oracle.baseline import largest_weight, score_step
+from fagen.oracle.inputs import check_problems, make_case
 from fagen.plan.kernel import Problem
 
 
@@ -147,3 +148,19 @@ def test_scores_of_e4m3_may_lose_what_the_tensor_core_cuts():
         given = {"reference": (one, lse), "baseline": (one, lse), "dtype": "bf16"}
         assert compare(one, lse + error, **given, score_step=step).passed == passed
         assert not compare(one, lse + error, **given).passed
+
+
+@pytest.mark.parametrize("place", [("fused", "normal"), ("fused", "descaled")], ids="-".join)
+def test_a_stale_reference_rounds_a_dominant_weight_and_the_bound_knows(place):
+    """Tensors on which an H200 and the simulator both err by more than twice a baseline whose largest weight is a power of two."""
+    a, s = load("fa3_fp8", tile_kv=128, stages=3, overlap="within", reference="stale", stages_q=2)
+    layout, inputs = place
+    (i, p), *_ = [
+        (i, p) for i, p in enumerate(check_problems(a, s)) if (p.batch, p.sq, p.layout, p.inputs) == (2, 203, layout, inputs)
+    ]
+    c = make_case(a, s, p, seed=1785067283 + i)
+    out, lse = simulate(a, s, c.q, c.k, c.given_v, **c.descales)
+    assert not check(a, c.q, c.k, c.v, out, lse, **c.descales).passed
+    assert check(a, c.q, c.k, c.v, out, lse, schedule=s, **c.descales).error_ratio < 0.7
+    running = s.replace(reference="running", overlap="within")
+    assert largest_weight(a, running) == largest_weight(a, None) == 256 and largest_weight(a, s) == 64 * (1 + 2**-5)
