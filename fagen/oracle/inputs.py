@@ -184,12 +184,16 @@ def _laid_out(q: Array, k: Array, v: Array, layout: Layout) -> tuple[Array, Arra
         if q.shape[1] != k.shape[1] or q.shape[3] != v.shape[3]:
             raise InputError("layout", "fused needs seqlen_q = seqlen_k and head_dim = head_dim_v")
         hq, hkv = q.shape[2], k.shape[2]
-        fused = np.concatenate([q, k, v], axis=2)
-        return fused[:, :, :hq], fused[:, :, hq : hq + hkv], fused[:, :, hq + hkv :]
+        bits = f"u{q.dtype.itemsize}"  # int8 and e4m3 side by side are one tensor of bytes
+        fused = np.concatenate([x.view(bits) for x in (q, k, v)], axis=2)
+        parts = fused[:, :, :hq], fused[:, :, hq : hq + hkv], fused[:, :, hq + hkv :]
+        mine, its, values = (part.view(x.dtype) for part, x in zip(parts, (q, k, v)))
+        return mine, its, values
     if layout == "transposed":
         return _transposed(q), _transposed(k), _transposed(v)
     if layout == "strided_k":
-        longer = np.full((k.shape[0], 2 * k.shape[1], *k.shape[2:]), np.nan, k.dtype)
+        poison = np.iinfo(k.dtype).min if k.dtype.kind == "i" else np.nan
+        longer = np.full((k.shape[0], 2 * k.shape[1], *k.shape[2:]), poison, k.dtype)
         longer[:, ::2] = k
         return q, longer[:, ::2], v
     return q, k, v
