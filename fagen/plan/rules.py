@@ -263,11 +263,9 @@ def _structure_wgmma(s: Schedule) -> Iterator[Violation]:
         )
         yield Violation("reference", "reference", message, ("running",))
     if s.fuse_tiles:
-        needed = {"parallelism": "persistent_dynamic", "roles": "producer", "reference": "stale"}
-        persistent = s.parallelism.startswith("persistent")
-        missing = [f for f, v in needed.items() if not (persistent if f == "parallelism" else getattr(s, f) == v)]
+        missing = _missing(s, parallelism="persistent_dynamic", roles="producer", reference="stale")
         if missing:
-            message = f"joins one tile to the next, which needs {', '.join(f'{f}={needed[f]!r}' for f in missing)}"
+            message = f"joins one tile to the next, which needs {missing}"
             yield Violation("fuse-tiles", "fuse_tiles", message, (False,))
     if s.parallelism == "batch_heads":
         legal = ("query_tiles", "persistent_static", "persistent_dynamic")
@@ -284,11 +282,9 @@ def _structure_stages_q(s: Schedule) -> Iterator[Violation]:
             "stages-q", "stages_q", f"{s.stages_q} given, but tiles that are joined have two slots by themselves", (None,)
         )
     elif s.stages_q == 2:
-        needed = {"mma": "wgmma", "roles": "producer", "parallelism": "persistent_dynamic"}
-        persistent = s.parallelism.startswith("persistent")
-        missing = [f for f, v in needed.items() if not (persistent if f == "parallelism" else getattr(s, f) == v)]
+        missing = _missing(s, mma="wgmma", roles="producer", parallelism="persistent_dynamic")
         if missing:
-            message = f"2 slots, of which one is for the next tile's Q, need {', '.join(f'{f}={needed[f]!r}' for f in missing)}"
+            message = f"2 slots, of which one is for the next tile's Q, need {missing}"
             yield Violation("stages-q", "stages_q", message, (None,))
 
 
@@ -440,6 +436,13 @@ def _register_pool(a: Attention, s: Schedule, pool: int) -> Iterator[Violation]:
 
 
 # helpers ----------------------------------------------------------------------------------------------------------------
+
+
+def _missing(s: Schedule, **needed: str) -> str:
+    """What a schedule lacks of these fields; of the persistent tiles any will do."""
+    persistent = s.parallelism.startswith("persistent")
+    lacking = [f for f, v in needed.items() if not (persistent if f == "parallelism" else getattr(s, f) == v)]
+    return ", ".join(f"{f}={needed[f]!r}" for f in lacking)
 
 
 def _fitting(attention: Attention, s: Schedule, fits: object) -> tuple[str, ...]:
