@@ -19,7 +19,7 @@ Axes = Mapping[str, Sequence[Any]]
 WGMMA_AXES: dict[int, dict[str, tuple[Any, ...]]] = {
     64: {"consumers": (1, 2, 3, 4), "tile_kv": (48, 64, 96, 128, 160, 192), "stages": (1, 2, 3, 4)},
     128: {"consumers": (1, 2, 3), "tile_kv": (64, 80, 96, 112, 128, 144, 160, 176), "stages": (1, 2, 3, 4)},
-    256: {"consumers": (1, 2), "tile_kv": (32, 48, 64, 80, 96, 112), "stages": (1, 2, 3)},
+    256: {"consumers": (1, 2), "tile_kv": (32, 48, 64, 80, 96, 112), "stages": (1, 2, 3, (2, 3))},
 }
 """By head_dim, for 16-bit types. Larger blocks need more registers, of which each consumer has the fewer the more there are."""
 E4M3_TILE_KV: dict[int, tuple[int, ...]] = {64: (96, 128, 160, 192), 128: (96, 128, 160, 192, 224), 256: (64, 96, 128)}
