@@ -191,6 +191,9 @@ class BoundCall:
         self._scaled = plan.attention.has_descales
         scales = DESCALES if self._scaled else ()
         names = TENSORS + scales + tuple(w[0] for w in requests) + tuple(own)
+        empty = {name for name, size, *_ in requests if size == 0 and name in DESCALES}
+        self._empty = frozenset(i for i, n in enumerate(names) if n in empty)
+        """Which of the pointers are of scales that have no elements, there being no keys: a joined tile still reads one."""
         self._make = partial(_buffers, plan, launch, functions, names)
         self._latest = self._make()
         self._other: Buffers | None = None
@@ -251,6 +254,7 @@ class BoundCall:
             check_pointers(**dict(zip(DESCALES, values[len(TENSORS) :])))
         if self._no_keys:
             used = (used[0], used[3], used[3], *used[3:])  # k and v are never read, but TMA descriptors need a valid address
+            used = tuple(0 if i in self._empty else x for i, x in enumerate(used))
         for arguments in buffers.arguments:
             arguments.write(used, numbers)
         buffers.values, buffers.numbers = values, numbers

@@ -228,6 +228,16 @@ def test_q04_zero_keys_and_queries_give_the_mean_of_v(mask: str) -> None:
     assert np.abs(out.astype(np.float64) - exact).max() < 0.03
 
 
+@pytest.mark.parametrize("precision", ["e4m3", "int8"])
+@pytest.mark.parametrize("granularity", ["head", "block"])
+def test_joined_tiles_without_keys(granularity: str, precision: str) -> None:
+    joined = {"tile_kv": 64, "reference": "stale", "fuse_tiles": True, "scale_granularity": granularity, "precision": precision}
+    attention, schedule = fagen.load("fa3_fp8", dtype="bf16", **joined)
+    q, k = np.ones((1, 70, 2, 128), BF16), np.ones((1, 0, 1, 128), BF16)
+    out, lse = fagen.simulate(attention, schedule, q, k, k)
+    assert not out.astype(np.float32).any() and (lse == -np.inf).all()
+
+
 def test_q04_values_past_the_range_saturate_and_nan_stays() -> None:
     """The largest finite value has code 448; infinities are ±448, NaN is NaN, and neither moves the scale."""
     q, k, v = (np.random.default_rng(i).standard_normal((1, 32, 1, 64)).astype(BF16) for i in range(3))
