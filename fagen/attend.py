@@ -65,7 +65,7 @@ def attention(
     `causal`: row i sees key j if j ≤ i + seqlen_k − seqlen_q. `scale`: None is head_dim ** −0.5; it is a constant of a 16-bit kernel,
     so every other value compiles one of its own. `precision`: "fp8" computes the products in e4m3, "int8" the scores of 8-bit integers and
     P·V in e4m3, with about 0.7 of fp8's error at the same work; 16-bit tensors are then quantised first (rotated, one scale for each batch and
-    KV head), by kernels of the same plan (NaN and infinities: as `fagen.quantise` says); 8-bit tensors are computed so anyhow. `out`, `lse`,
+    KV head), by kernels of the same plan (NaN and infinities: as `fagen.quantise` says); 8-bit tensors are computed as they are, and take no other precision. `out`, `lse`,
     `stream` and the descales (8-bit tensors only) as for `Kernel`, whose scale_granularity is that of the schedule picked: "head", unless the
     table says otherwise.
 
@@ -150,6 +150,8 @@ def _kernel(
     given = {n: t for n, t in (("q", q), ("k", k), ("v", v), ("out", out), ("lse", lse)) if n in "qkv" or t is not None}
     arrays = _described(given, stream)
     wanted = _attention(arrays, causal, scale)
+    if precision is not None and wanted.has_descales and tuned.PRECISIONS[precision] != wanted.dtype:
+        raise InputError("precision", f"is {precision!r}, but q is {wanted.dtype}: quantised tensors are computed as they are")
     problem, _ = check(wanted, arrays["q"], arrays["k"], arrays["v"], arrays.get("out"), arrays.get("lse"))
     device = driver.device_info(arrays["q"].device)
     if precision is None or wanted.has_descales:

@@ -21,7 +21,7 @@ from .emit import Source
 from .errors import CompileError, FagenError, InputError
 from .evidence import to_text
 from .nvrtc import Compiled, compile_cubin
-from .plan import Plan, plan
+from .plan import Plan, plan, removal
 from .plan.removal import without
 from .plan.steps import walk
 from .report import DOUBTFUL_ADVISORY, CompileReport, kernel_report, parse_log
@@ -50,6 +50,8 @@ def build(plan: Plan, source: Source, *, allow_spill_bytes: int = 0, use_cache: 
         allow_spill_bytes = max(allow_spill_bytes, debug.SPILL_BYTES)
     if plan.trace:
         allow_spill_bytes = max(allow_spill_bytes, trace.SPILL_BYTES)
+    if plan.without:
+        allow_spill_bytes = max(allow_spill_bytes, removal.SPILL_BYTES)
     ids = frozenset(step.id for kernel in plan.kernels for role in kernel.roles for step in walk(role.body))
     compiled, code = _cached(source, ids) if use_cache else _fresh(source, ids)
     report = _report(plan, source, compiled, code)

@@ -61,7 +61,7 @@ def load(source: str | Path, **changes: Any) -> Loaded:
     """The (attention, schedule) of a built-in name, of a step between two of them (see `chain`) or of a path to a schedule file, with
     fields of either value changed.
 
-    Changing head_dim takes the file's `tiles` for that head_dim, unless the change names the same fields itself.
+    Changing head_dim, or the type of the products, takes the file's `tiles` for them, unless the change names the same fields itself.
     Raises InputError naming the file (missing, a folder, a syntax error, without the two names, raising) or the unknown field.
     """
     path = _path(source)
@@ -80,12 +80,17 @@ def load(source: str | Path, **changes: Any) -> Loaded:
 
 
 def _tiles(path: Path, names: dict[str, Any], attention: Attention, changes: dict[str, Any]) -> dict[str, Any]:
-    """The tiles a schedule file gives for another head_dim."""
+    """The tiles a schedule file gives for another head_dim, or for a head_dim and the type of q and k in the products."""
     head_dim = changes.get("head_dim", attention.head_dim)
-    tables = names.get("tiles", {}) if head_dim != attention.head_dim else {}
-    tiles: Any = next((t for d, t in tables.items() if d == head_dim), {}) if isinstance(tables, dict) else None
+    dtype = changes.get("precision") or changes.get("dtype", attention.dtype)
+    if (head_dim, dtype) == (attention.head_dim, attention.dtype):
+        return {}
+    tables = names.get("tiles", {})
+    other = head_dim != attention.head_dim
+    wanted = ((head_dim, dtype), head_dim) if other else ((head_dim, dtype),)
+    tiles: Any = next((tables[key] for key in wanted if key in tables), {}) if isinstance(tables, dict) else None
     if not isinstance(tiles, dict) or not set(tiles) <= set(Schedule.field_names()):
-        raise InputError(str(path), f"`tiles` must map a head_dim to fields of Schedule; it is {tables!r}")
+        raise InputError(str(path), f"`tiles` must map a head_dim, or (head_dim, dtype), to fields of Schedule; it is {tables!r}")
     return tiles
 
 

@@ -18,5 +18,6 @@ schedule = Schedule(
 )
 tiles = {
     64: {"tile_q": 192, "tile_kv": 160, "consumers": 3},
+    (128, "int8"): {"tile_kv": 192},  # 224 keys spill under a causal mask
     256: {"tile_q": 128, "tile_kv": 96, "consumers": 2},  # 128 keys spill beside O and the transposition's registers
 }

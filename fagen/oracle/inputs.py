@@ -55,13 +55,14 @@ def make_case(attention: Attention, schedule: Schedule, problem: CheckProblem, *
     descales: Descales = {}
     units = int8_units(attention, problem.inputs)
     if units != (1.0, 1.0) or problem.inputs in ("descaled", "uneven"):
-        spread = UNEVEN if problem.inputs == "uneven" else 1.0 if problem.inputs == "descaled" else 0.0
+        uneven = UNEVEN / 2 if attention.output_dtype == "fp16" else UNEVEN  # fp16 ends at 65504
+        spread = uneven if problem.inputs == "uneven" else 1.0 if problem.inputs == "descaled" else 0.0
         descales = make_descales(problem, schedule, seed=seed, layout=problem.layout, v_spread=spread, units=units)
     return Case(q, k, v, given, descales, by_row(schedule, problem, descales))
 
 
 UNEVEN = 24.0
-"""Powers of two, up and down, that the block scales of v in "uneven" inputs are apart."""
+"""Powers of two, up and down, that the block scales of v in "uneven" inputs are apart; half of it where out is fp16."""
 
 
 def make_descales(

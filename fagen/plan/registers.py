@@ -56,8 +56,8 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
     if s.roles == "uniform":
         return (32 + 28 * _one_slot(s) if beside_product else 24) + 2 * wide
     if s.stages_q == 2:  # two consumers keep more of Q's address than three or four, who have no room for it
-        more = 20 if s.consumers == 2 else 0
-        more += 28 if attention.dv > 128 and attention.v_dtype != "e4m3" else 0
+        more = 0 if s.consumers != 2 else 20 if s.reference == "stale" or attention.v_dtype == "e4m3" else 28
+        more += 44 if attention.dv > 128 and attention.v_dtype != "e4m3" else 0
         return more + overhead(attention, s.replace(stages_q=None))
     if attention.v_dtype == "e4m3":
         return _e4m3_overhead(attention, s)
@@ -65,7 +65,8 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
         joined_in_order = attention.causal and s.fuse_tiles and s.parallelism == "persistent_static"
         if s.consumers == 4 and attention.dv == 64 and s.overlap == "within" and not joined_in_order:
             return 16
-        return 24 + 10 * (attention.causal and attention.dv > 128)
+        wide_causal = attention.causal and attention.dv > 128
+        return 24 + 10 * wide_causal + 16 * (wide_causal and s.fuse_tiles and _one_slot(s))
     if s.overlap == "pingpong" and attention.dv > 128:
         beside_product = True
     base = 32 if beside_product else 28 if s.overlap == "pingpong" else 16
@@ -75,6 +76,10 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
 def _e4m3_overhead(attention: Attention, s: Schedule) -> int:
     """With a producer: 24, and more for what ptxas handled worse when it was compiled."""
     stale, by_block = s.reference == "stale", s.scale_granularity == "block"
+    if s.tile_kv > 224:
+        return 44
+    if s.stages_k != s.stages_v:  # a ring of V that is longer than the one it is loaded into
+        return 8 + _e4m3_overhead(attention, s.replace(stages=s.stages_k))
     if s.fuse_tiles:
         roomy = s.consumers == 4 if not attention.causal else attention.dtype != "int8"
         return 24 if roomy and attention.dv <= 128 else 32

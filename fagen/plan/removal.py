@@ -170,6 +170,9 @@ def _no_idle(kernel: KernelPlan) -> KernelPlan:
     return _rewritten(replace(kernel, params=params), rule)
 
 
+SPILL_BYTES = 16
+"""Tolerated a thread in what is left of a kernel, which is timed and nothing else."""
+
 REMOVALS: dict[str, Callable[[KernelPlan], KernelPlan]] = {
     "softmax": _no_softmax,
     "loads": _no_loads,

@@ -7,7 +7,7 @@ Three layers, each checked only if the one before it holds: *values* (every fiel
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ..attention import Attention
@@ -381,18 +381,25 @@ def _copies(a: Attention, s: Schedule, field: str, step: int) -> Violation:
 def resources(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
     """Shared memory and registers, of the attention kernel: those that quantise need less."""
     attention, s = attended(attention, schedule)
-    t = target(schedule.arch)
+    for violation, fits in _resources_of(attention, s):
+        yield replace(violation, nearest=_fitting(attention, s, fits)) if fits else violation
+
+
+def _resources_of(attention: Attention, s: Schedule) -> Iterator[tuple[Violation, Callable[[Schedule], bool] | None]]:
+    """What is wrong, and whether another schedule mends it, where changes are to be searched for."""
+    t = target(s.arch)
     need = tile_bytes(attention, s) + BARRIER_BYTES
     if need > t.smem_bytes:
-        message = f"Q, {s.stages_k} K and {s.stages_v} V tiles and barriers need {need} bytes of shared memory, {t.arch} has {t.smem_bytes}"
-        fitting = _fitting(attention, s, lambda x: tile_bytes(attention, x) + BARRIER_BYTES <= t.smem_bytes)
-        yield Violation("smem", "tile_kv", message, fitting)
-    yield from _register_pool(attention, s, t.registers_per_sm)
+        raw = ", as many of V before it is transposed as of K" if registers.transposes(attention, s) else ""
+        q = "Q" if s.slots_q == 1 else "2 Q"
+        tiles = f"{q}, {s.stages_k} K and {s.stages_v} V tiles{raw} and barriers"
+        message = f"{tiles} need {need} bytes of shared memory, {t.arch} has {t.smem_bytes}"
+        yield Violation("smem", "tile_kv", message), lambda x: tile_bytes(attention, x) + BARRIER_BYTES <= t.smem_bytes
+    yield from ((v, None) for v in _register_pool(attention, s, t.registers_per_sm))
     if registers.joined_producer_spills(attention, s):
         has = registers.role_registers(attention, s)[0]
         message = f"blocks of {s.tile_kv} keys make the producer of joined tiles spill, which has {has} registers"
-        ways = _fitting(attention, s, lambda x: not registers.joined_producer_spills(attention, x))
-        yield Violation("registers", "tile_kv", message, ways)
+        yield Violation("registers", "tile_kv", message), lambda x: not registers.joined_producer_spills(attention, x)
     parts = registers.tile_registers(attention, s)
     have, spare = registers.compute_registers(attention, s), registers.overhead(attention, s)
     if sum(parts.values()) + spare > have:
@@ -402,7 +409,7 @@ def resources(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
         def fits(x: Schedule) -> bool:
             return sum(registers.tile_registers(attention, x).values()) + registers.overhead(attention, x) <= have
 
-        yield Violation("registers", "tile_kv", message, _fitting(attention, s, fits))
+        yield Violation("registers", "tile_kv", message), fits
 
 
 def _register_pool(a: Attention, s: Schedule, pool: int) -> Iterator[Violation]:
@@ -445,22 +452,20 @@ def _missing(s: Schedule, **needed: str) -> str:
     return ", ".join(f"{f}={needed[f]!r}" for f in lacking)
 
 
-def _fitting(attention: Attention, s: Schedule, fits: object) -> tuple[str, ...]:
-    """Changes of one knob that make `fits` true: the largest smaller tile_kv, fewer stages, no copy of the accumulator."""
-    assert callable(fits)
-    out = []
-    for kv in range(s.tile_kv - 16, 0, -16):
-        x = s.replace(tile_kv=kv)
-        if fits(x) and not tuple(structure(attention, x)):
-            out.append(f"tile_kv={kv}")
-            break
-    for stages in range(max(s.stages_k, s.stages_v) - 1, 0, -1):
-        if fits(s.replace(stages=stages)):
-            out.append(f"stages={stages}")
-            break
-    if s.promote_every is not None and fits(s.replace(promote_every=None)):
-        out.append("promote_every=None")
-    return tuple(out)
+def _fitting(attention: Attention, s: Schedule, fits: Callable[[Schedule], bool]) -> tuple[str, ...]:
+    """Changes of one knob that make `fits` true: the largest smaller tile_kv, fewer stages, one slot for Q, no copy of the accumulator.
+    Those that make the schedule legal, if there are any."""
+    smaller = ({"tile_kv": kv} for kv in range(s.tile_kv - 16, 0, -16))
+    fewer = ({"stages": n} for n in range(max(s.stages_k, s.stages_v) - 1, 0, -1))
+    knobs = (smaller, fewer, [{"stages_q": None}] * (s.stages_q == 2), [{"promote_every": None}] * (s.promote_every is not None))
+    mending: list[str] = []
+    legal: list[str] = []
+    for changes in knobs:
+        found = [c for c in changes if fits(s.replace(**c)) and not tuple(structure(attention, s.replace(**c)))]
+        whole = next((c for c in found if not tuple(_resources_of(attention, s.replace(**c)))), None)
+        mending += [f"{k}={v}" for c in found[:1] for k, v in c.items()]
+        legal += [f"{k}={v}" for k, v in (whole or {}).items()]
+    return tuple(legal or mending)
 
 
 def _nearest_int(code: str, field: str, value: object, legal: tuple[int, ...], what: str) -> Violation:

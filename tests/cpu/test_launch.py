@@ -217,7 +217,7 @@ def test_without_keys_scales_of_blocks_have_no_address(fake: FakeCuda, torch) ->
     """A joined tile reads the scale of a block that it masks whole; the workspace has none, and a null pointer stands for 1."""
     joined = {"tile_kv": 64, "reference": "stale", "fuse_tiles": True}
     p = schedule_plan("fa3_fp8", precision="int8", scale_granularity="block", **joined)
-    seen: list[Any] = []
+    seen = []
     launched, kernel = iter(p.kernels), make(p, fake)
     fake.kernel = lambda params: seen.append(read_arguments(next(launched), params)[1])
     kernel(*(Tensor(x) for x in qkv(sk=0)))

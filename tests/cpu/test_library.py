@@ -174,6 +174,15 @@ def test_a_missing_name_suggests_close_ones() -> None:
         fagen.load("fa33")
 
 
+def test_a_type_of_the_products_takes_the_files_tiles() -> None:
+    own = fagen.load("fa3_fp8").schedule
+    assert fagen.load("fa3_fp8", dtype="int8").schedule == own.replace(tile_kv=192)
+    assert fagen.load("fa3_fp8", dtype="bf16", precision="int8").schedule == own.replace(tile_kv=192, precision="int8")
+    assert fagen.load("fa3_fp8", dtype="int8", tile_kv=128).schedule == own.replace(tile_kv=128)
+    assert fagen.load("fa3_fp8", dtype="int8", head_dim=64).schedule == fagen.load("fa3_fp8", head_dim=64).schedule
+    assert fagen.load("fa3_fp8", dtype="bf16", precision="e4m3").schedule == own.replace(precision="e4m3")
+
+
 @pytest.mark.parametrize("text", ["tiles = 3", "tiles = {64: 3}", "tiles = {64: {'tile_qq': 3}}"])
 def test_bad_tiles_name_the_file(text: str, written: Write) -> None:
     path = written(GOOD.replace("head_dim=64", "head_dim=128") + f"{text}\n")

@@ -293,3 +293,15 @@ def test_illegal_schedule(path: Path) -> None:
 
 def test_the_folder_is_not_empty() -> None:
     assert len(ILLEGAL) >= 20
+
+
+def test_one_slot_for_q_is_offered_where_it_mends() -> None:
+    """And nothing that another rule refuses."""
+    with pytest.raises(ScheduleError) as e:
+        fagen.plan(*fagen.load("fa3", head_dim=256, tile_kv=64, stages=(3, 2), stages_q=2, overlap="none"))
+    smem = next(v for v in e.value.violations if v.code == "smem")
+    assert "2 Q, 3 K and 2 V tiles" in smem.message and "stages_q=None" in smem.nearest
+    wrong = {"head_dim": 256, "tile_kv": 64, "stages": (3, 2), "stages_q": 2, "overlap": "none"}
+    for way in smem.nearest:
+        knob, _, value = str(way).partition("=")
+        fagen.plan(*fagen.load("fa3", **{**wrong, knob: None if value == "None" else int(value)}))

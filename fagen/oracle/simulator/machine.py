@@ -68,7 +68,7 @@ class GlobalMemory:
         """Of one batch, head and block, as far as the array tells them apart; 1 where none was given. An earlier kernel may have left it in a
         workspace."""
         if name in self.spaces:
-            return float(self._left(name, *place))
+            return self._left(name, *place)
         given = self.descales.get(name)
         if given is None:
             return 1.0
@@ -78,13 +78,12 @@ class GlobalMemory:
             raise SimulatedFault(f"reads {name}{list(place)} of an array {given.shape}")
         return float(given[place])
 
-    def _left(self, name: str, *place: int) -> np.float32:
+    def _left(self, name: str, *place: int) -> float:
         """A descale that an earlier kernel left: of a tensor, of a batch and head, or of a block in it."""
         batch, head, block = (*place, 0, 0, 0)[:3]
         if not self.spaces[name].size:
-            return np.float32(1)  # of no keys: the launch passes no address, which stands for 1
-        found: np.float32 = self.workspace(name, batch, head, block, 1, 0, 1)[0, 0]
-        return found
+            return 1.0  # of no keys: the launch passes no address, which stands for 1
+        return float(self.workspace(name, batch, head, block, 1, 0, 1)[0, 0])
 
     def workspace(self, name: str, batch: int, head: int, first: int, rows: int, col: int, cols: int) -> Array:
         """A view of some rows and columns of a workspace's head."""
