@@ -56,7 +56,8 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
     if s.roles == "uniform":
         return (32 + 28 * _one_slot(s) if beside_product else 24) + 2 * wide
     if s.stages_q == 2:  # two consumers keep more of Q's address than three or four, who have no room for it
-        more = 0 if s.consumers != 2 else 20 if s.reference == "stale" or attention.v_dtype == "e4m3" else 28
+        more = 0 if s.consumers != 2 else 20 if s.reference == "stale" or attention.v_dtype == "e4m3" else 40
+        more = 60 if s.consumers == 2 and attention.dv == 64 else more
         more += 44 if attention.dv > 128 and attention.v_dtype != "e4m3" else 0
         return more + overhead(attention, s.replace(stages_q=None))
     if attention.v_dtype == "e4m3":
@@ -66,23 +67,24 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
         if s.consumers == 4 and attention.dv == 64 and s.overlap == "within" and not joined_in_order:
             return 16
         wide_causal = attention.causal and attention.dv > 128
-        return 24 + 10 * wide_causal + 16 * (wide_causal and s.fuse_tiles and _one_slot(s))
+        in_order = attention.dv > 128 and s.overlap == "both" and s.parallelism == "persistent_static"
+        return 24 + 10 * (wide_causal or in_order) + 16 * (wide_causal and s.fuse_tiles and _one_slot(s))
     if s.overlap == "pingpong" and attention.dv > 128:
         beside_product = True
     base = 32 if beside_product else 28 if s.overlap == "pingpong" else 16
-    return base + (0 if s.parallelism == "persistent_dynamic" else wide)
+    return base + (0 if s.parallelism == "persistent_dynamic" else wide) + 16 * (attention.dv > 128 and _one_slot(s))
 
 
 def _e4m3_overhead(attention: Attention, s: Schedule) -> int:
     """With a producer: 24, and more for what ptxas handled worse when it was compiled."""
     stale, by_block = s.reference == "stale", s.scale_granularity == "block"
-    if s.tile_kv > 224:
-        return 44
+    if s.tile_kv > 192 and attention.dv == 64:
+        return 64
     if s.stages_k != s.stages_v:  # a ring of V that is longer than the one it is loaded into
         return 8 + _e4m3_overhead(attention, s.replace(stages=s.stages_k))
     if s.fuse_tiles:
         roomy = s.consumers == 4 if not attention.causal else attention.dtype != "int8"
-        return 24 if roomy and attention.dv <= 128 else 32
+        return 24 if roomy and attention.dv <= 128 else 32 + 8 * (by_block and _one_slot(s))
     if stale and attention.causal and attention.dv > 128:
         worse = "persistent_static" if s.overlap == "both" else "persistent_dynamic"
         return 34 if by_block or s.parallelism == worse else 24
