@@ -72,7 +72,8 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
     if s.overlap == "pingpong" and attention.dv > 128:
         beside_product = True
     base = 32 if beside_product else 28 if s.overlap == "pingpong" else 16
-    return base + (0 if s.parallelism == "persistent_dynamic" else wide) + 16 * (attention.dv > 128 and _one_slot(s))
+    uneven = _one_slot(s) and s.stages_k != s.stages_v
+    return base + (0 if s.parallelism == "persistent_dynamic" else wide) + 16 * (attention.dv > 128 and uneven)
 
 
 def _e4m3_overhead(attention: Attention, s: Schedule) -> int:
