@@ -22,7 +22,6 @@ from .errors import CompileError, FagenError, InputError
 from .evidence import to_text
 from .nvrtc import Compiled, compile_cubin
 from .plan import Plan, plan, removal
-from .plan.removal import without
 from .plan.steps import walk
 from .report import DOUBTFUL_ADVISORY, CompileReport, kernel_report, parse_log
 from .schedule import Schedule
@@ -156,7 +155,7 @@ def load_built(directory: str | Path, name: str, removed: str = "") -> Built:
         code, machine, interface, is_debug = (record[k] for k in ("code_sha256", "cubin_sha256", "interface_sha256", "debug"))
         planned = plan(attention, schedule, debug=bool(is_debug), trace=bool(record.get("trace", False)))
         if removed:
-            planned = without(planned, removed)
+            planned = removal.without(planned, removed)
     except (KeyError, TypeError, ValueError, AttributeError, FagenError) as e:
         raise InputError(str(record_path), f"is not the record of a kernel that this version can run: {e!r}") from e
     if (found := record.get("without", "")) != removed:

@@ -14,9 +14,9 @@ import numpy.typing as npt
 
 from ..attention import Attention
 from ..interop.arrays import FRAMEWORK_NAMES
-from ..oracle.baseline import score_step_of
+from ..oracle.baseline import largest_weight, score_step_of
 from ..oracle.compare import Verdict, compare
-from ..oracle.numeric import E4M3_DEPTH, E4M3_P_SCALE, E4M3_SUM_BITS
+from ..oracle.numeric import E4M3_DEPTH, E4M3_SUM_BITS
 from ..oracle.yardstick import quantiser_of
 from ..plan.kernel import Problem
 from ..plan.precision import attended
@@ -46,7 +46,8 @@ def expected(
     torch: Any, attention: Attention, problem: Problem, q: Any, k: Any, v: Any, seed: int, schedule: Schedule | None = None
 ) -> Expected:
     """q, k, v: torch tensors (batch, seq, heads, dim) on the GPU, of the attention's dtype, or what they stand for; mask full or
-    causal. `schedule`: whose `precision` the baseline shares; None: the attention's own."""
+    causal. `schedule`: whose `precision` and `reference` the baseline shares; None: the attention's own precision, and a running
+    maximum."""
     rng = np.random.default_rng(seed)
     pairs = _sample(rng, problem.batch * problem.hq, HEADS, edge=1)
     rows = _sample(rng, problem.sq, ROWS, edge=4)
@@ -67,7 +68,7 @@ def expected(
         rows_q, keys_k, keys_v = (t.double() for t in (q[b, index, h], k[b, :, h // group], v[b, :, h // group]))
         reference.append(_exact(torch, attention, rows_q, keys_k, keys_v, hidden))
         rows_q, keys_k, keys_v = (t.float() for t in (of_q[b, index, h], of_k[b, :, h // group], of_v[b, :, h // group]))
-        out, lse = _rounded(torch, inner, rows_q, keys_k, keys_v, hidden)
+        out, lse = _rounded(torch, inner, rows_q, keys_k, keys_v, hidden, largest_weight(inner, schedule))
         baseline.append((out, lse if shift is None else lse + shift[b, h, index]))
     q_top, k_top = (t.float().abs().amax(dim=(0, 1, 2)) for t in (of_q, of_k))
     step = score_step_of(inner, float((q_top * k_top).max()))
@@ -106,10 +107,9 @@ def _exact(torch: Any, attention: Attention, q: Any, k: Any, v: Any, hidden: Any
     return p @ v, lse
 
 
-def _rounded(torch: Any, attention: Attention, q: Any, k: Any, v: Any, hidden: Any | None) -> tuple[Any, Any]:
-    """The baseline: float32 scores and sums, P and the output rounded to their types."""
+def _rounded(torch: Any, attention: Attention, q: Any, k: Any, v: Any, hidden: Any | None, p_scale: float) -> tuple[Any, Any]:
+    """The baseline: float32 scores and sums, P (times `p_scale`) and the output rounded to their types."""
     p_type, out_type = (getattr(torch, FRAMEWORK_NAMES[t]) for t in (attention.v_dtype, attention.output_dtype))
-    p_scale = float(E4M3_P_SCALE) if attention.v_dtype == "e4m3" else 1.0
     s = _tensor_core(torch, attention.dtype, q, k.T) * attention.softmax_scale
     s = s if hidden is None else s.masked_fill(hidden, float("-inf"))
     top = s.amax(dim=1, keepdim=True)

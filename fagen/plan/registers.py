@@ -55,11 +55,8 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
     wide = (attention.dv - 64) // 16
     if s.roles == "uniform":
         return (32 + 28 * _one_slot(s) if beside_product else 24) + 2 * wide
-    if s.stages_q == 2:  # two consumers keep more of Q's address than three or four, who have no room for it
-        more = 0 if s.consumers != 2 else 20 if s.reference == "stale" or attention.v_dtype == "e4m3" else 40
-        more = 60 if s.consumers == 2 and attention.dv == 64 else more
-        more += 44 if attention.dv > 128 and attention.v_dtype != "e4m3" else 0
-        return more + overhead(attention, s.replace(stages_q=None))
+    if s.stages_q == 2:
+        return _second_q(attention, s) + overhead(attention, s.replace(stages_q=None))
     if attention.v_dtype == "e4m3":
         return _e4m3_overhead(attention, s)
     if s.reference == "stale":
@@ -74,6 +71,15 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
     base = 32 if beside_product else 28 if s.overlap == "pingpong" else 16
     uneven = _one_slot(s) and s.stages_k != s.stages_v
     return base + (0 if s.parallelism == "persistent_dynamic" else wide) + 16 * (attention.dv > 128 and uneven)
+
+
+def _second_q(attention: Attention, s: Schedule) -> int:
+    """What a second slot for Q takes: two consumers keep more of its address than three or four, who have no room for it."""
+    half = attention.v_dtype != "e4m3"
+    wide = 44 * (half and attention.dv > 128)
+    if s.consumers != 2:
+        return wide
+    return wide + (60 if attention.dv == 64 else 40 if half and s.reference == "running" else 20)
 
 
 def _e4m3_overhead(attention: Attention, s: Schedule) -> int:
