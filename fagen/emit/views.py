@@ -11,7 +11,7 @@ from ..plan import steps as st
 from ..plan.counts import copy_loads, scarce
 from ..plan.expr import Expr, as_expr, sym
 from ..plan.kernel import KernelPlan
-from ..plan.layout import ACC64, LAYOUTS
+from ..plan.layout import ACC64, LAYOUTS, WARP
 from . import debug, trace, views_ladder, views_quantise, views_removal
 from .templates import Helpers, View, path
 
@@ -168,8 +168,10 @@ def _cp_async(s: st.CpAsync, x: Scope) -> tuple[str, View]:
 def _load_frag(s: st.LoadFrag, x: Scope) -> tuple[str, View]:
     tile = x.kernel.smem_of(s.src.smem)
     assert s.src.row is not None
-    at = matrix.ldmatrix_a(tile)
-    return "load_frag", {"dst": s.dst, "src": x.slot_address(s.src), "row": x.c(s.src.row), "at": at.c()}
+    whole = x.frag(s.dst).unit_rows == 64
+    row = s.src.row + WARP * 16 if whole else s.src.row
+    at = matrix.ldmatrix_a(tile, as_expr(0) if whole else sym("i"))
+    return ("load_frag_rows" if whole else "load_frag"), {"dst": s.dst, "src": x.slot_address(s.src), "row": x.c(row), "at": at.c()}
 
 
 def _transpose_v(s: st.TransposeV, x: Scope) -> tuple[str, View]:

@@ -65,13 +65,16 @@ def ldmatrix_b(tile: Smem, trans: bool) -> Expr:
     return _swizzled(K // 4 * chunk, row, unit)
 
 
-def ldmatrix_a(tile: Smem) -> Expr:
-    """Byte offset that a lane names for the A operand of k-step `k`, block `i` of 16 rows from row `row`."""
-    lane = sym("lane")
-    row = sym("row") + sym("i") * 16 + lane % 16
-    return _swizzled(K // 4 * (tile.rows * CHUNK), row, K % 4 * 2 + lane // 16)
+def ldmatrix_a(tile: Smem, block: Expr) -> Expr:
+    """Byte offset that a lane names for the A operand of k-step `k`, `block` of 16 rows from row `row`. An 8-bit A has 32 columns a step
+    in the same bytes."""
+    lane, width = sym("lane"), tile.chunk_bytes
+    steps = width // STEP
+    row = sym("row") + block * 16 + lane % 16
+    return _swizzled(K // steps * (tile.rows * width), row, K % steps * 2 + lane // 16, width)
 
 
-def _swizzled(chunk: Expr, row: Expr, unit: Expr) -> Expr:
+def _swizzled(chunk: Expr, row: Expr, unit: Expr, width: int = CHUNK) -> Expr:
     """Rows start at multiples of 8 in every use, so row % 8 is lane % 8, which the compiler keeps in one register."""
-    return chunk + row * CHUNK + (unit ^ sym("lane") % 8) * UNIT
+    turn = sym("lane") % 8 if width == CHUNK else sym("lane") // 2 % 4
+    return chunk + row * width + (unit ^ turn) * UNIT

@@ -55,6 +55,8 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
     wide = (attention.dv - 64) // 16
     if s.roles == "uniform":
         return (32 + 28 * _one_slot(s) if beside_product else 24) + 2 * wide
+    if s.q_operand == "registers":
+        return 24
     if s.stages_q == 2:
         return _second_q(attention, s) + overhead(attention, s.replace(stages_q=None))
     if attention.v_dtype == "e4m3":
@@ -154,7 +156,8 @@ def tile_registers(attention: Attention, schedule: Schedule) -> dict[str, int]:
         return _split_kv_registers(attention, schedule)
     early = {"E": scores * size // 4} if schedule.reference == "stale" else {}  # P of the next block, while this one's is in use
     copy = {"O_sum": out} if schedule.promote_every is not None else {}
-    return {"S": scores, "P": scores * size // 4, **early, "O": out, **copy}
+    q = {"Q": q_registers(attention, schedule)} if schedule.q_operand == "registers" else {}
+    return {**q, "S": scores, "P": scores * size // 4, **early, "O": out, **copy}
 
 
 def _split_kv_registers(attention: Attention, schedule: Schedule) -> dict[str, int]:
@@ -167,7 +170,9 @@ def _split_kv_registers(attention: Attention, schedule: Schedule) -> dict[str, i
 
 
 def q_registers(attention: Attention, schedule: Schedule) -> int:
-    """Registers for the warp's rows of Q as an A operand (mma_sync only)."""
+    """Registers for the warp's rows of Q as an A operand."""
+    if schedule.mma == "wgmma":
+        return 16 * attention.head_dim * DTYPE_BYTES[attention.dtype] // (32 * 4)
     assert schedule.warps is not None
     return schedule.tile_q // schedule.warps * attention.head_dim * DTYPE_BYTES[attention.dtype] // (32 * 4)
 

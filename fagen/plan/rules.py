@@ -34,6 +34,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "consumers": (None, 1, 2, 3, 4),
     "movement": ("ld_st", "cp_async", "tma"),
     "mma": ("mma_sync", "wgmma"),
+    "q_operand": (None, "shared", "registers"),
     "p_operand": ("registers", "shared"),
     "overlap": ("none", "within", "pingpong", "both"),
     "fuse_tiles": (False, True),

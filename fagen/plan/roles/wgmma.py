@@ -17,6 +17,7 @@ from .. import scales
 from ..expr import Expr, as_expr, eq, minimum, sym
 from ..registers import keeps_hints, transposed_at_once, transposes
 from ..steps import (
+    DTYPE_BYTES,
     AddSums,
     Advance,
     Arrive,
@@ -31,6 +32,7 @@ from ..steps import (
     If,
     IntToFloat,
     Let,
+    LoadFrag,
     Loop,
     Mask,
     Mma,
@@ -84,7 +86,29 @@ class Wgmma:
         return Slot("V", "v", holds=self.tiles.key_row(j))
 
     def _qk(self, j: Expr, why: str = "") -> Mma:
-        return Mma(name="qk", d=self._raw_s, a=self._q(), b=self._k(j), accumulate=False, trans_b=False, unit="wgmma", why=why)
+        a = "Q_frag" if self._q_in_registers else self._q()
+        return Mma(name="qk", d=self._raw_s, a=a, b=self._k(j), accumulate=False, trans_b=False, unit="wgmma", why=why)
+
+    @property
+    def _q_in_registers(self) -> bool:
+        return self.tiles.schedule.q_operand == "registers"
+
+    def _await_q(self) -> Body:
+        """Q is there; in registers, if that is where the products take it from, and its slot may have the next one."""
+        wait = Wait(bar="q_full", cursor="q")
+        if not self._q_in_registers:
+            return (wait,)
+        free = Arrive(bar="q_empty", cursor="q", why="Q is in registers")
+        return wait, LoadFrag(dst="Q_frag", src=self._q()), free, Advance(cursor="q")
+
+    @property
+    def _scored(self) -> tuple[str, ...]:
+        """What the end of Q·Kᵀ leaves to be used."""
+        return (self._raw_s, "Q_frag") if self._q_in_registers else (self._raw_s,)
+
+    def _end_of_q(self) -> Body:
+        """Behind the last product that reads Q: on to the next tile's slot."""
+        return () if self._q_in_registers else (Advance(cursor="q"),)
 
     @property
     def _raw_s(self) -> str:
@@ -240,6 +264,7 @@ class Wgmma:
     def _frags(self) -> tuple[Frag, ...]:
         a, s = self.tiles.attention, self.tiles.schedule
         return (
+            *(Frag("Q_frag", 64, a.head_dim, a.dtype, "a64" if DTYPE_BYTES[a.dtype] == 2 else "a64_e4m3") for _ in range(self._q_in_registers)),
             *(Frag("S_int", 64, s.tile_kv, "i32", "acc64") for _ in range(self._raw_s != "S")),
             Frag("S", 64, s.tile_kv, "fp32", "acc64"),
             Frag("O", 64, a.dv, "fp32", "acc64"),
@@ -320,7 +345,7 @@ class Wgmma:
         loads: Body = (Elected(name="fill", body=fill_rings),) if self._is_uniform else ()
         blocks = self._blocks_in_order() if s.overlap == "none" else self._blocks_rotated()
         skip = self._skip() if s.skip_masked else ()
-        work = (*loads, *skip, Wait(bar="q_full", cursor="q"), *blocks)
+        work = (*loads, *skip, *self._await_q(), *blocks)
         some = N_TILE if s.skip_masked else N
         claim = (Elected(name="claim", body=self.tiles.claim("next")),) if self._is_uniform and t.dynamic else ()
         calm = (Calm(var="calm", declare=True),) if s.reference == "stale" else ()
@@ -341,7 +366,7 @@ class Wgmma:
             *setup(t, 64, Var),
             Calm(var="calm", declare=True),
             *(Var(var=f"old_{n}", value=sym(n)) for n in OLD),
-            Wait(bar="q_full", cursor="q"),
+            *self._await_q(),
             *self._first_block(),
         )
         more = (*(Set(var=f"old_{n}", value=sym(n)) for n in OLD), *locate(t, 64, Set))
@@ -350,12 +375,12 @@ class Wgmma:
             Calm(var="calm"),
             CopyRow(dst="m_old", src="m_ref"),
             CopyRow(dst="l_old", src="l_sum"),
-            Wait(bar="q_full", cursor="q"),
+            *self._await_q(),
             *self._block_scales(N - 1, NEXT),
             Wait(bar="k_full", cursor="k"),
             *self._in_turn(self._qk(N - 1), Wait(bar="v_full", cursor="v"), self._pv_of_old()),
             *totals(t, old=True),
-            MmaWait(pending=1, ready=(self._raw_s,), why="the next tile's first scores are there, this tile's last P·V still runs"),
+            MmaWait(pending=1, ready=self._scored, why="the next tile's first scores are there, this tile's last P·V still runs"),
             *self._release_q(N - 1),
             *self._release("k", N - 1),
             *self._softmax(N - 1, masked=True, first=NEXT),
@@ -377,7 +402,7 @@ class Wgmma:
             *self._promote(LAST),
             *epilogue(t),
         )
-        return t.joined_loop(first, more, (*blocks, Advance(cursor="q")), join, last)
+        return t.joined_loop(first, more, (*blocks, *self._end_of_q()), join, last)
 
     def _pv_of_old(self) -> Mma:
         """The last product of the tile before: its contract speaks of that tile's head and batch."""
@@ -390,7 +415,7 @@ class Wgmma:
             *self._block_scales(N - 1, FIRST),
             Wait(bar="k_full", cursor="k"),
             *self._in_turn(self._qk(N - 1)),
-            MmaWait(pending=0, ready=(self._raw_s,)),
+            MmaWait(pending=0, ready=self._scored),
             *self._release_q(N - 1),
             *self._release("k", N - 1),
             *self._softmax(N - 1, masked=True, first=FIRST),
@@ -418,6 +443,8 @@ class Wgmma:
 
     def _release_q(self, j: Expr) -> Body:
         """Behind the scores of block j: those of block 0 were the last product to read Q, whose successor may come."""
+        if self._q_in_registers:
+            return ()
         return (
             If(
                 name="last",
@@ -443,14 +470,14 @@ class Wgmma:
         block = {masked: self._block_in_order(masked) for masked in (True, False)}
         rest = self._promote(LAST) if "O" in sums(self.tiles) else ()
         blocks = self._segments(N - 1, block, always_masked=True)
-        return (*self._skip_last_v(), *blocks, *rest, Advance(cursor="q"), *totals(self.tiles))
+        return (*self._skip_last_v(), *blocks, *rest, *self._end_of_q(), *totals(self.tiles))
 
     def _block_in_order(self, masked: bool) -> Body:
         return (
             *self._block_scales(J),
             Wait(bar="k_full", cursor="k"),
             self._qk(J),
-            MmaWait(pending=0, ready=(self._raw_s,)),
+            MmaWait(pending=0, ready=self._scored),
             *self._release_q(J),
             *self._release("k", J),
             *self._softmax(J, masked),
@@ -473,7 +500,7 @@ class Wgmma:
         build = self._block_waited if s.overlap == "pingpong" else overlapped
         block = {masked: build(masked) for masked in (True, False)}
         tail = (
-            Advance(cursor="q"),
+            *self._end_of_q(),
             Wait(bar="v_full", cursor="v"),
             self._pv(LAST),
             *totals(self.tiles),
@@ -489,7 +516,7 @@ class Wgmma:
             *self._block_scales(J),
             Wait(bar="k_full", cursor="k"),
             *self._in_turn(self._qk(J), Wait(bar="v_full", cursor="v"), self._pv(J + 1)),
-            MmaWait(pending=1, ready=(self._raw_s,), why="the scores are there, P·V still runs"),
+            MmaWait(pending=1, ready=self._scored, why="the scores are there, P·V still runs"),
             *self._release_q(J),
             *self._release("k", J),
         )
@@ -554,7 +581,7 @@ class Wgmma:
             Wait(bar="v_full", cursor="v"),
             Wait(bar="k_full", cursor="k"),
             *self._in_turn(self._pv(J + 1), self._qk(J)),
-            MmaWait(pending=0, ready=("O", "P", self._raw_s)),
+            MmaWait(pending=0, ready=("O", "P", *self._scored)),
             *self._release_q(J),
             *self._release("v", J + 1),
             *self._release("k", J),
