@@ -40,9 +40,9 @@ class Schedule(Value):
     mma: str = "mma_sync"
     """Matrix unit: "mma_sync" (one warp, synchronous) or "wgmma" (a warpgroup, asynchronous, operands in shared memory)."""
     q_operand: str | None = None
-    """wgmma: where Q is an operand of Q·Kᵀ from: "shared" memory (also None), or "registers", into which each warpgroup takes its rows once a
-    tile: the products then read K alone from shared memory, and Q's slot is free as soon as it was read. mma_sync: None, Q stays in
-    registers where it fits."""
+    """wgmma: where Q is an operand of Q·Kᵀ from. None: shared memory. "registers": each warpgroup takes its rows into registers once a tile;
+    the products then read K alone from shared memory, and Q's slot is free as soon as it was read. mma_sync: None, Q is in registers
+    wherever it fits."""
     p_operand: str = "registers"
     """Where P is an operand of P·V from: "registers" or "shared" memory."""
     stages: int | tuple[int, int] = 1

@@ -123,7 +123,7 @@ def _ties(s: Schedule, knob: str, value: Any) -> list[Changes]:
         return [{"tile_q": 64 * n, "consumers": n}, {"tile_q": 64 * n, "consumers": n, "overlap": alone}]
     if s.mma == "mma_sync" and knob in ("tile_q", "warps"):
         return [{"warps": n} for n in (4, 2, 1)] if knob == "tile_q" else [{"tile_q": 64}, {"tile_q": 32}, {"tile_q": 128}]
-    if knob in ("reference", "stages_q") and value in ("stale", 2):
+    if knob in ("reference", "stages_q", "q_operand") and value in ("stale", 2, "registers"):
         return [{"tile_kv": n} for n in range(s.tile_kv - 16, 16, -16)]
     if knob == "movement" and s.mma == "mma_sync":
         return [{"stages": 1}]

@@ -28,6 +28,7 @@ SOFTMAX_AXES: dict[str, tuple[Any, ...]] = {
     "reference": ("running", "stale"),
     "fuse_tiles": (False, True),
     "stages_q": (None, 2),
+    "q_operand": (None, "registers"),
     "parallelism": ("persistent_dynamic", "persistent_static", "query_tiles"),
 }
 MMA_SYNC_AXES: dict[str, tuple[Any, ...]] = {

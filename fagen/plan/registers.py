@@ -56,7 +56,7 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
     if s.roles == "uniform":
         return (32 + 28 * _one_slot(s) if beside_product else 24) + 2 * wide
     if s.q_operand == "registers":
-        return 24
+        return _q_in_registers(attention, s)
     if s.stages_q == 2:
         return _second_q(attention, s) + overhead(attention, s.replace(stages_q=None))
     if attention.v_dtype == "e4m3":
@@ -73,6 +73,13 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
     base = 32 if beside_product else 28 if s.overlap == "pingpong" else 16
     uneven = _one_slot(s) and s.stages_k != s.stages_v
     return base + (0 if s.parallelism == "persistent_dynamic" else wide) + 16 * (attention.dv > 128 and uneven)
+
+
+def _q_in_registers(attention: Attention, s: Schedule) -> int:
+    """With Q in registers: no address of its slot is kept."""
+    if attention.v_dtype == "e4m3":
+        return 24
+    return overhead(attention, s.replace(q_operand=None))
 
 
 def _second_q(attention: Attention, s: Schedule) -> int:

@@ -34,7 +34,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "consumers": (None, 1, 2, 3, 4),
     "movement": ("ld_st", "cp_async", "tma"),
     "mma": ("mma_sync", "wgmma"),
-    "q_operand": (None, "shared", "registers"),
+    "q_operand": (None, "registers"),
     "p_operand": ("registers", "shared"),
     "overlap": ("none", "within", "pingpong", "both"),
     "fuse_tiles": (False, True),
@@ -319,6 +319,9 @@ def _structure_materialised(s: Schedule) -> Iterator[Violation]:
 
 
 def _structure_mma_sync(a: Attention, s: Schedule) -> Iterator[Violation]:
+    if s.q_operand is not None:
+        message = f"{s.q_operand!r} given, but an mma_sync kernel keeps Q in registers wherever it fits"
+        yield Violation("q-operand", "q_operand", message, (None,))
     if s.consumers is not None:
         yield Violation("consumers", "consumers", f"{s.consumers} given, but an mma_sync kernel is sized by `warps`", (None,))
     if s.movement == "ld_st" and s.stages not in (1, (1, 1)):
@@ -458,7 +461,7 @@ def _fitting(attention: Attention, s: Schedule, fits: Callable[[Schedule], bool]
     Those that make the schedule legal, if there are any."""
     smaller = ({"tile_kv": kv} for kv in range(s.tile_kv - 16, 0, -16))
     fewer = ({"stages": n} for n in range(max(s.stages_k, s.stages_v) - 1, 0, -1))
-    knobs = (smaller, fewer, [{"stages_q": None}] * (s.stages_q == 2), [{"promote_every": None}] * (s.promote_every is not None))
+    knobs = (smaller, fewer, [{"stages_q": None}] * (s.stages_q == 2), [{"q_operand": None}] * (s.q_operand is not None), [{"promote_every": None}] * (s.promote_every is not None))
     mending: list[str] = []
     legal: list[str] = []
     for changes in knobs:

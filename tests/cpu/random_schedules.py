@@ -80,6 +80,7 @@ def _wgmma(rng: random.Random) -> Pair:
         mma="wgmma",
         stages=_stages(rng),
         stages_q=rng.choice((None, None, 2)),
+        q_operand=rng.choice((None, None, "registers")),
         overlap=rng.choice(overlaps),
         reference=reference,
         fuse_tiles=rng.random() < 0.2,

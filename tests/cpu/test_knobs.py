@@ -95,6 +95,7 @@ ACCEPTED: dict[str, list[tuple[object, Pair, Changes]]] = {
     "registers": [(None, FA3, {}), (None, FA3, UNIFORM), ((24, 152), FA3, {"tile_kv": 96}), ((40, 232), FA3_2, {}), ((24, 200), FA3_2, {})],
     "movement": [("cp_async", FA2, {}), ("ld_st", FA2, {"stages": 1}), ("cp_async", FA1, {}), ("ld_st", FA1, {}), ("tma", FA3, {})],
     "mma": [("mma_sync", FA2, {}), ("wgmma", FA2, WGMMA)],
+    "q_operand": [(None, FA2, {}), (None, FA3, {}), *(("registers", base, {"tile_kv": 64, "overlap": o, **r}) for base in (FA3, FP8) for o in ("none", "within", "pingpong", "both") for r in ({}, {"parallelism": "query_tiles"})), *(("registers", base, {**STALE, "tile_kv": 64, "overlap": o, "fuse_tiles": f}) for base in (FA3, FP8) for o in ("within", "both") for f in (False, True)), ("registers", FA3, {**UNIFORM, "tile_kv": 64})],
     "p_operand": [("registers", FA2, {}), ("registers", FA3, {})],
     "stages": [(n, base, {"tile_kv": 64}) for n in (1, 2, 3, 4, (1, 2), (2, 1), (1, 4), (3, 2)) for base in (FA2, FA3, (FA3[0], FA3[1].replace(**UNIFORM)))],
     "stages_q": [(None, FA3, {}), (None, FA2, {}), (1, FA3, {}), (1, FA2, {}), *((2, base, {"tile_kv": 64, "parallelism": p}) for base in (FA3, FP8) for p in ("persistent_static", "persistent_dynamic"))],
@@ -139,6 +140,7 @@ EFFECT: dict[str, list[tuple[Pair, Changes, Changes]]] = {
     "mma": [(FA2, {"mma": "mma_sync"}, WGMMA)],
     "stages": [(base, {"tile_kv": 64, "stages": a}, {"tile_kv": 64, "stages": b}) for base in (FA2, FA3) for a, b in ((1, 2), (2, 3), (3, 4), (2, (2, 1)), ((1, 2), (2, 1)))],
     "stages_q": [(base, {"tile_kv": 64}, {"tile_kv": 64, "stages_q": 2}) for base in (FA3, FP8)],
+    "q_operand": [(base, {"tile_kv": 64}, {"tile_kv": 64, "q_operand": "registers"}) for base in (FA3, FP8)],
     "overlap": [(FA3, {"overlap": a}, {"overlap": b}) for a, b in (("none", "within"), ("within", "pingpong"), ("pingpong", "both"), ("none", "pingpong"), ("within", "both"))]
     + [(FA3, UNIFORM, {**UNIFORM, "overlap": "within"})],
     "fuse_tiles": [(FA3, STALE, {**STALE, "fuse_tiles": True})],

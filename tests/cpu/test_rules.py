@@ -125,6 +125,8 @@ MISTAKES: list[tuple[Pair, dict[str, Any], str, str, tuple[str, ...]]] = [
     (FA3, {"fuse_tiles": True, "tile_kv": 128, "reference": "stale", "stages_q": 2}, "stages-q", "stages_q", ("2 given", "joined")),
     (FA3, {"stages_q": 3}, "stages-q", "stages_q", ("3", "slots")),
     (FA3, {"tile_kv": 64, "stages_q": 2, "parallelism": "query_tiles"}, "stages-q", "stages_q", ("2 slots", "persistent_dynamic")),
+    (FA2, {"q_operand": "registers"}, "q-operand", "q_operand", ("mma_sync", "'registers'")),
+    (FA3, {"q_operand": "smem"}, "q-operand", "q_operand", ("'smem'", "'registers'")),
     (FA2, {"stages_q": 2}, "stages-q", "stages_q", ("mma='wgmma'", "roles='producer'")),
     (FA3, {"skip_masked": True}, "skip-masked", "skip_masked", ("mask 'causal'",)),
     (FA2, {"skip_masked": True}, "skip-masked", "skip_masked", ("mask 'causal'", "roles 'producer'")),

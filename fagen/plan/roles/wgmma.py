@@ -59,7 +59,7 @@ from ..tiles import N_TILE, B, H, J, M, N, Tiles, W
 from .common import HEAD_KV, ROW0, clear, epilogue, locate, nothing_seen, p_offset, setup, sums, totals
 
 LAST = as_expr(0)
-CALM = {"bf16": 2.0**-8, "fp16": 2.0**-8, "e4m3": 2.0**-2}
+CALM = {"bf16": 2.0**-8, "fp16": 2.0**-8, "e4m3": 2.0**-4}
 """Growth of a row's maximum within a block, as alpha, that the next block's stale reference is likely to bear."""
 FIRST, NEXT = "first_", "next_"
 """Prefixes of the scalars of a tile's first block, and of the tile's that is joined to it."""
