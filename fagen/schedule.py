@@ -50,13 +50,14 @@ class Schedule(Value):
     long as K's."""
     stages_q: int | None = None
     """Slots for query tiles, 1 or 2. With 2 the next tile's Q is on its way before this tile's last product has read its own: persistent
-    kernels with a producer. None: 1, or 2 with `fuse_tiles`, which takes no other value."""
+    kernels with a producer. None: 1, or 2 with `fuse_tiles`, which takes no other value. With `q_operand` "registers" the slot is free at
+    once, and 1 is all there is use for."""
     overlap: str = "none"
     """wgmma: "none"; "within": a warpgroup's softmax runs under its own P·V; "pingpong": under the other warpgroup's products,
     kept in turn by named barriers; "both"."""
     fuse_tiles: bool = False
     """Persistent kernels: a tile's last P·V is issued together with the next tile's first Q·Kᵀ, whose softmax and the epilogue then run
-    under products. Takes a second Q slot (`stages_q`)."""
+    under products. Takes a second Q slot (`stages_q`), unless Q is in registers (`q_operand`)."""
     skip_masked: bool = False
     """wgmma, causal: a warpgroup passes over the blocks that only the warpgroups below it see, for which the CTA loads them. Without it,
     every warpgroup of a tile computes all of the tile's blocks and masks."""
@@ -86,7 +87,7 @@ class Schedule(Value):
     @property
     def slots_q(self) -> int:
         """`stages_q`, or what None stands for."""
-        return self.stages_q or (2 if self.fuse_tiles else 1)
+        return self.stages_q or (2 if self.fuse_tiles and self.q_operand is None else 1)
 
     @property
     def stages_k(self) -> int:

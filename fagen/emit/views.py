@@ -390,7 +390,7 @@ def _mma_sync(s: st.Mma, x: Scope) -> tuple[str, View]:
         return "mma_sync_frag", values | {"a": s.a, "a_regs": x.frag(s.a).registers // d.blocks}
     source = x.kernel.smem_of(s.a.smem)
     assert s.a.row is not None
-    load_a = f"ldmatrix(a[i], a_tile + {matrix.ldmatrix_a(source, sym("i")).c()})"
+    load_a = f"ldmatrix(a[i], a_tile + {matrix.ldmatrix_a(source, sym('i')).c()})"
     return "mma_sync_smem", values | {"a": x.slot_address(s.a), "row": x.c(s.a.row), "load_a": load_a}
 
 

@@ -76,10 +76,12 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
 
 
 def _q_in_registers(attention: Attention, s: Schedule) -> int:
-    """With Q in registers: no address of its slot is kept."""
-    if attention.v_dtype == "e4m3":
+    """With Q in registers: wide 8-bit heads with a stale reference keep no address of Q's slot and need less, others as much or more."""
+    eight = attention.v_dtype == "e4m3"
+    if eight and attention.dv > 128 and s.reference == "stale":
         return 24
-    return overhead(attention, s.replace(q_operand=None))
+    more = not eight or s.consumers == 4 or s.scale_granularity == "block"
+    return 8 * more + overhead(attention, s.replace(q_operand=None))
 
 
 def _second_q(attention: Attention, s: Schedule) -> int:
@@ -97,7 +99,7 @@ def _e4m3_overhead(attention: Attention, s: Schedule) -> int:
     if s.tile_kv > 192 and attention.dv == 64:
         return 64
     if s.stages_k != s.stages_v:  # a ring of V that is longer than the one it is loaded into
-        return 8 + _e4m3_overhead(attention, s.replace(stages=s.stages_k))
+        return 8 + 24 * _one_slot(s) + _e4m3_overhead(attention, s.replace(stages=s.stages_k))
     if s.fuse_tiles:
         roomy = s.consumers == 4 if not attention.causal else attention.dtype != "int8"
         return 24 if roomy and attention.dv <= 128 else 32 + 8 * (by_block and _one_slot(s))

@@ -282,6 +282,9 @@ def _structure_stages_q(s: Schedule) -> Iterator[Violation]:
         yield Violation(
             "stages-q", "stages_q", f"{s.stages_q} given, but tiles that are joined have two slots by themselves", (None,)
         )
+    elif s.stages_q == 2 and s.q_operand == "registers":
+        message = "2 slots, but a Q that is taken into registers leaves its slot to the next tile's at once"
+        yield Violation("stages-q", "stages_q", message, (None,))
     elif s.stages_q == 2:
         missing = _missing(s, mma="wgmma", roles="producer", parallelism="persistent_dynamic")
         if missing:
