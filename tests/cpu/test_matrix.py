@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from fagen.plan.expr import Expr
-from fagen.plan.layout import A16, ACC16, swizzle
+from fagen.plan.expr import Expr, as_expr, sym
+from fagen.plan.layout import A16, A64, A64_E4M3, ACC16, Layout, swizzle
 from fagen.plan.matrix import k_depth, ldmatrix_a, ldmatrix_b, wgmma_operand
-from fagen.plan.steps import Smem
+from fagen.plan.steps import DTYPE_BYTES, Smem
 
 Array = npt.NDArray[np.int64]
 SHAPES = [(16, 64), (64, 64), (32, 128), (80, 256), (176, 128)]
@@ -54,7 +54,7 @@ def b_coord(lane: int, register: int, half: int) -> tuple[int, int]:
 def test_ldmatrix_a_gives_the_a_operand(rows: int, cols: int) -> None:
     tile = Smem("Q", rows, cols, "bf16", 1)
     values = numbered(rows, cols)
-    memory, at = in_smem(values), ldmatrix_a(tile)
+    memory, at = in_smem(values), ldmatrix_a(tile, sym("i"))
     for block in range(rows // 16):
         for k in range(cols // 16):
             got = ldmatrix(memory, addresses(at, k=k, i=block, row=0)).reshape(32, 8)
@@ -63,6 +63,30 @@ def test_ldmatrix_a_gives_the_a_operand(rows: int, cols: int) -> None:
                 for i in range(8):
                     r, c = A16.coord(lane, i)
                     assert got[lane, i] == values[16 * block + r, 16 * k + c]
+
+
+@pytest.mark.parametrize(
+    "rows, cols, dtype, layout",
+    [(64, 128, "bf16", A64), (128, 64, "e4m3", A64_E4M3), (192, 256, "e4m3", A64_E4M3), (64, 128, "int8", A64_E4M3)],
+)
+def test_ldmatrix_gives_the_a_operand_of_a_warpgroup(rows: int, cols: int, dtype: str, layout: Layout) -> None:
+    """Q in registers: byte by byte, of 8-bit tiles as well, whose rows of 64 bytes are swizzled differently; without a bank conflict."""
+    size = DTYPE_BYTES[dtype]
+    tile = Smem("Q", rows, cols, dtype, 1, "64B" if cols * size == 64 else "128B")
+    width = tile.chunk_bytes
+    at = ldmatrix_a(tile, as_expr(0))
+    for first in range(0, rows, 64):
+        for warp in range(4):
+            for k in range(cols * size // 32):
+                named = addresses(at, k=k, row=first + 16 * warp)
+                for phase in range(4):
+                    assert len({a // 16 % 8 for a in named[8 * phase : 8 * phase + 8]}) == 8
+                for lane in range(32):
+                    for i in range(16 // size):
+                        r, c = layout.coord(32 * warp + lane, k * (16 // size) + i)
+                        register, byte = divmod(i * size, 4)
+                        got = named[8 * register + lane // 4] + 4 * (lane % 4) + byte
+                        assert got == swizzle(first + r, c * size, rows, width)
 
 
 @pytest.mark.parametrize("trans", [False, True])
@@ -90,7 +114,7 @@ def test_ldmatrix_has_no_bank_conflict_and_stays_in_the_tile(rows: int, cols: in
     tile = Smem("K", rows, cols, "bf16", 1)
     cases = [(ldmatrix_b(tile, False), cols // 16, rows // 16), (ldmatrix_b(tile, True), rows // 16, cols // 16)]
     loads = [addresses(at, k=k, n=n) for at, k_steps, pairs in cases for k in range(k_steps) for n in range(pairs)]
-    loads += [addresses(ldmatrix_a(tile), k=k, i=i, row=0) for k in range(cols // 16) for i in range(rows // 16)]
+    loads += [addresses(ldmatrix_a(tile, sym("i")), k=k, i=i, row=0) for k in range(cols // 16) for i in range(rows // 16)]
     for at in loads:
         assert all(0 <= a <= tile.tile_bytes - 16 and a % 16 == 0 for a in at)
         for phase in range(4):
@@ -105,7 +129,7 @@ def mma(a: Array, b: Array, trans: bool) -> Array:
     d = np.zeros((a.shape[0], n), np.int64)
     for k in range(a.shape[1] // 16):
         left = np.zeros((16, 16), np.int64)
-        regs = ldmatrix(a_memory, addresses(ldmatrix_a(a_tile), k=k, i=0, row=0)).reshape(32, 8)
+        regs = ldmatrix(a_memory, addresses(ldmatrix_a(a_tile, sym("i")), k=k, i=0, row=0)).reshape(32, 8)
         for lane in range(32):
             for i in range(8):
                 left[A16.coord(lane, i)] = regs[lane, i]

@@ -104,7 +104,7 @@ def test_right_on_every_path(granularity: str, mask: str, how: str) -> None:
         for problem in PROBLEMS[n::2]:
             c = make_case(a, s, problem, seed=3)
             out, lse = simulate(a, s, c.q, c.k, c.given_v, **c.descales)
-            verdict = check(a, c.q, c.k, c.v, out, lse, **c.row_descales)
+            verdict = check(a, c.q, c.k, c.v, out, lse, schedule=s, **c.row_descales)
             assert verdict.passed, (problem, promote, verdict)
 
 
