@@ -44,7 +44,7 @@ def variants() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "fa3", {"reference": "stale", "tile_kv": 64, "mask": "causal", "skip_masked": True}
     yield "fa3", {"q_operand": "registers", "tile_kv": 96, "mask": "causal", "skip_masked": True}
     yield "fa3_fp8", {"q_operand": "registers", "reference": "stale", "head_dim": 256, "tile_kv": 64}
-    yield "fa3_fp8", {"q_operand": "registers", "reference": "stale", "head_dim": 64, "tile_kv": 96, "fuse_tiles": True}
+    yield "fa3_fp8", {"q_operand": "registers", "reference": "stale", "head_dim": 64, "tile_kv": 64, "fuse_tiles": True}
     yield "fa3_fp8", {"v_transposed": True}
     yield "fa3_fp8", {"scale_granularity": "tensor", "overlap": "within"}
     yield "fa3_fp8", {"scale_granularity": "block", "reference": "stale", "tile_kv": 128}
