@@ -62,7 +62,7 @@ def default_axes(attention: Attention, base: Schedule) -> dict[str, tuple[Any, .
     if base.mma != "wgmma":
         return dict(MMA_SYNC_AXES)
     axes = dict(WGMMA_AXES.get(attention.head_dim, WGMMA_AXES[128]))
-    if attention.v_dtype == "e4m3":
+    if attention.value_dtype == "e4m3":
         axes["tile_kv"] = E4M3_TILE_KV.get(attention.head_dim, E4M3_TILE_KV[128])
     if attention.causal:
         axes["skip_masked"] = (False, True)

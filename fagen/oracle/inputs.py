@@ -161,7 +161,7 @@ def make_inputs(
             k[..., 0] = (np.linspace(0.0, 100.0, problem.sk) * per_unit)[:, None]
     q_unit, k_unit = int8_units(attention, inputs, amplitude)
     q, k = q / np.float32(q_unit), k / np.float32(k_unit)
-    return _laid_out(cast(q, attention.dtype), cast(k, attention.dtype), cast(v, attention.v_dtype), layout)
+    return _laid_out(cast(q, attention.dtype), cast(k, attention.dtype), cast(v, attention.value_dtype), layout)
 
 
 def int8_units(attention: Attention, inputs: Inputs, amplitude: float = 1.0) -> tuple[float, float]:

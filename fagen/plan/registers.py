@@ -57,7 +57,7 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
         return (32 + 28 * _one_slot(s) if beside_product else 24) + 2 * wide
     if s.stages_q == 2:
         return _second_q(attention, s) + overhead(attention, s.replace(stages_q=None))
-    if attention.v_dtype == "e4m3":
+    if attention.value_dtype == "e4m3":
         return _e4m3_overhead(attention, s)
     if s.reference == "stale":
         joined_in_order = attention.causal and s.fuse_tiles and s.parallelism == "persistent_static"
@@ -75,7 +75,7 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
 
 def _second_q(attention: Attention, s: Schedule) -> int:
     """What a second slot for Q takes: two consumers keep more of its address than three or four, who have no room for it."""
-    half = attention.v_dtype != "e4m3"
+    half = attention.value_dtype != "e4m3"
     wide = 44 * (half and attention.dv > 128)
     if s.consumers != 2:
         return wide
@@ -141,7 +141,7 @@ def launch_registers(threads: int, registers_per_sm: int = 65536) -> int:
 
 def tile_registers(attention: Attention, schedule: Schedule) -> dict[str, int]:
     """Registers a computing thread holds for tiles where it holds most, by name: S, P and O (and Q if there is room)."""
-    size = DTYPE_BYTES[attention.dtype]
+    size = DTYPE_BYTES[attention.value_dtype]
     if schedule.mma == "wgmma":
         rows, lanes = 64, 128
     else:
@@ -228,7 +228,7 @@ def _one_slot(schedule: Schedule) -> bool:
 
 def transposes(attention: Attention, schedule: Schedule) -> bool:
     """V is transposed in the kernel."""
-    return attention.v_dtype == "e4m3" and not schedule.v_transposed
+    return attention.value_dtype == "e4m3" and not schedule.v_transposed
 
 
 def compute_registers(attention: Attention, schedule: Schedule) -> int:

@@ -269,7 +269,7 @@ def attention_kernel(plan: Plan) -> Callable[[int], None]:
                 address, chunk, rows, chunks, heads, batch, *rest = maps[name]
                 ss, cs, sh, sb = rest[:4]
                 if name == "v" and plan.schedule.v_transposed:  # what stands for a chunk of columns are the keys
-                    return device_array(address, (batch, heads, rows, chunk), (sb, sh, ss, size), attention.v_dtype).transpose(
+                    return device_array(address, (batch, heads, rows, chunk), (sb, sh, ss, size), attention.value_dtype).transpose(
                         0, 3, 1, 2
                     )
                 a = device_array(address, (batch, rows, heads, chunks, chunk), (sb, ss, sh, cs, size), attention.dtype_of(name))

@@ -180,7 +180,7 @@ def test_int8_quantises_16_bit_tensors_and_takes_8_bit_ones_as_they_are(compiler
         out, lse = fagen.attention(q, k, v, precision=precision, return_lse=True, **scaled)
         assert out.dtype == BF16
         ((attention, schedule),) = compiler.asked  # one kernel for both
-        assert (attention.dtype, attention.v_dtype, schedule.precision) == ("int8", "e4m3", None)
+        assert (attention.dtype, attention.value_dtype, schedule.precision) == ("int8", "e4m3", None)
         want, want_lse = fagen.reference(attention, q, k, v, **scaled)
         np.testing.assert_allclose(out.astype(float), want, rtol=2**-7, atol=1e-6)
         np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-5)

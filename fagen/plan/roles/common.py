@@ -16,7 +16,7 @@ HEAD_KV = sym("h_kv")
 def p_offset(tiles: Tiles) -> int:
     """P is multiplied by 2 to this: 2^8 = 256 leaves e4m3 (up to 448) the most of its range below the row's maximum. A stale reference
     may lie below the maximum; 2^6 = 64 leaves it 2.8 powers of two before values saturate."""
-    if tiles.attention.v_dtype != "e4m3":
+    if tiles.attention.value_dtype != "e4m3":
         return 0
     return 6 if tiles.schedule.reference == "stale" else 8
 
