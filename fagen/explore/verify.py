@@ -116,7 +116,9 @@ def _rounded(torch: Any, attention: Attention, q: Any, k: Any, v: Any, hidden: A
     blind = torch.isneginf(top)
     p = torch.exp(s - top.masked_fill(blind, 0.0))
     total = p.sum(dim=1, keepdim=True)
-    out = _tensor_core(torch, attention.value_dtype, (p * p_scale).to(p_type).float(), v) / (total * p_scale).masked_fill(blind, 1.0)
+    out = _tensor_core(torch, attention.value_dtype, (p * p_scale).to(p_type).float(), v) / (total * p_scale).masked_fill(
+        blind, 1.0
+    )
     return out.to(out_type), (top + torch.log(total)).squeeze(1)
 
 

@@ -49,9 +49,7 @@ def structure(a: Attention, s: Schedule) -> Iterator[Violation]:
             message = f"{a.dtype} tensors stand for multiples of scales; it must say what one covers"
             yield Violation("scale-granularity", "scale_granularity", message, ("head", "tensor", "block"))
     elif s.scale_granularity is not None:
-        message = (
-            f"{s.scale_granularity!r} given, but {a.dtype} tensors have no scales; precision 'e4m3', 'int8' or 'int8_qk' would quantise them"
-        )
+        message = f"{s.scale_granularity!r} given, but {a.dtype} tensors have no scales; precision 'e4m3', 'int8' or 'int8_qk' would quantise them"
         yield Violation("scale-granularity", "scale_granularity", message, (None,))
     if s.promote_every is not None and a.value_dtype != "e4m3":
         message = f"{s.promote_every} given, but products of {a.value_dtype} are summed in float32"
