@@ -206,7 +206,7 @@ def _structure_quantised(a: Attention, s: Schedule) -> Iterator[Violation]:
     if s.precision is None:
         for field, what in (("hadamard", "rotates q and k"), ("smooth_k", "takes k's mean off")):
             if getattr(s, field):
-                message = f"{what} before they are rounded to 8 bits, which needs a precision and 16-bit tensors"
+                message = f"{what} before they are rounded to 8 bits, which needs precision 'e4m3', 'int8' or 'int8_qk' and 16-bit tensors"
                 yield Violation(field.replace("_", "-"), field, message, (False,))
         return
     if a.has_descales:
