@@ -44,7 +44,7 @@ BUILTIN = {"bf16": "fa3", "fp16": "fa3", "e4m3": "fa3_fp8", "int8": "fa3_fp8", "
 """What an attention of those `products` falls back to on Hopper."""
 
 
-def types_of(products: str) -> dict[str, str]:
+def types_of(products: str) -> dict[str, Any]:
     """Types of an attention with those `products`; beside int8, a 16-bit v is bf16 here."""
     return {"dtype": "int8", "v_dtype": "bf16"} if products == "int8_qk" else {"dtype": products}
 
@@ -142,6 +142,11 @@ class Entry:
     @property
     def label(self) -> str:
         return f"hd{self.head_dim} {self.dtype} {self.mask}, {self.bucket}"
+
+    @property
+    def attention(self) -> Attention:
+        """What was measured, with nothing but its key's fields set."""
+        return Attention(head_dim=self.head_dim, mask=self.mask, **types_of(self.dtype))
 
     @cached_property
     def schedule(self) -> Schedule:
