@@ -51,6 +51,8 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
         if (s.loop_order, s.partition, s.normalise, s.movement) != ("q_outer", "split_q", "once", "cp_async"):
             return 56 + _ladder_overhead(attention, s)
         return 60 + 2 * copies // blocks + 18 * (blocks - 1) + 32 * (s.parallelism == "batch_heads") + 8 * _one_slot(s) + 24 * deep
+    if attention.products == "int8_qk":
+        return _int8_qk_more(s) + overhead(attention.replace(dtype=attention.value_dtype, v_dtype=None), s)
     beside_product = s.overlap in ("within", "both")  # the softmax runs while P·V still holds P and O
     wide = (attention.dv - 64) // 16
     if s.roles == "uniform":
@@ -71,6 +73,13 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
     base = 32 if beside_product else 28 if s.overlap == "pingpong" else 16
     uneven = _one_slot(s) and s.stages_k != s.stages_v
     return base + (0 if s.parallelism == "persistent_dynamic" else wide) + 16 * (attention.dv > 128 and uneven)
+
+
+def _int8_qk_more(s: Schedule) -> int:
+    """What int8 scores take more than 16-bit ones, P and V being the same: nothing but in these corners."""
+    if s.stages_q == 2 and s.consumers == 2 and s.overlap == "pingpong":
+        return 16
+    return 8 if s.reference == "stale" and s.consumers == 4 and s.scale_granularity == "block" else 0
 
 
 def _second_q(attention: Attention, s: Schedule) -> int:
