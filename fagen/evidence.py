@@ -31,7 +31,8 @@ MIN_CASES = 60
 
 
 def variant_id(attention: Attention) -> str:
-    """Names an attention in files and evidence: "hd64-fp16-causal", "hd128-int8-v_bf16-full". Rarer fields add the value's id, so that no two share a name."""
+    """Names an attention in files and evidence: "hd64-fp16-causal", "hd128-int8-v_bf16-full". Rarer fields add the value's id, so that no two
+    share a name."""
     dv = "" if attention.dv == attention.head_dim else f"x{attention.dv}"
     v = "" if attention.v_dtype is None else f"-v_{attention.v_dtype}"
     out = "" if attention.output_dtype == attention.replace(out_dtype=None).output_dtype else f"-{attention.output_dtype}"

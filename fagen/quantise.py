@@ -69,7 +69,8 @@ def quantise(
 
     q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, kv_heads, head_dim), bf16 or fp16, of one library, with strides as
     `Kernel` takes them; head_dim 64, 128 or 256. `precision`: "fp8": all to e4m3; "int8": q and k to integers, v to e4m3;
-    "int8_qk": q and k to integers, v is handed back untouched. `granularity`: what shares a scale, "tensor", "head" (a batch and KV head: q's heads of a group share one) or "block" of `tile_q` rows of q and `tile_kv` rows of k and v. `hadamard`: rotate q and k first, by the fixed signs of
+    "int8_qk": q and k to integers, v is handed back untouched. `granularity`:
+    what shares a scale, "tensor", "head" (a batch and KV head: q's heads of a group share one) or "block" of `tile_q` rows of q and `tile_kv` rows of k and v. `hadamard`: rotate q and k first, by the fixed signs of
     `fagen.plan.rotation`. `smooth_k`: take k's mean over the sequence off first. `scale`: the softmax scale, for lse_shift; None:
     head_dim ** −0.5. `stream` as for `Kernel`.
 

@@ -337,6 +337,7 @@ def _nearest_first(attention: Attention, bucket: Bucket, device: Device, tables:
 
     def may(entry: Entry) -> bool:
         types = {entry.dtype, attention.products}
+        # bf16 and fp16, and e4m3 and int8, have kernels that do work of the same shape
         same = len(types) == 1 or types <= set(HALF_TYPES) or types <= set(EIGHT_BIT_TYPES)
         return entry.head_dim == attention.head_dim and same
 

@@ -1,4 +1,4 @@
-# v-dtype: only with dtype 'int8' has it its own
+# v-dtype: only with dtype 'int8' does it have its own
 import fagen
 
 base = fagen.load("fa3")

@@ -212,10 +212,10 @@ class Quantise:
 
     def _chosen(self, bodies: tuple[Body, ...], first: Expr, second: Expr, var: str) -> Body:
         """The body of q, of k, or of v where there is one. `var` counts the CTAs of a tensor from 0."""
-        starts = (as_expr(0), first, first + second)
+        cta, starts = CTA, (as_expr(0), first, first + second)
         q, k, *v = ((Let(var=var, value=CTA - start), *body) for start, body in zip(starts, bodies))
-        rest: Body = (If(name="k", cond=first + second > CTA, then=k, orelse=v[0]),) if v else k
-        return (If(name="q", cond=first > CTA, then=q, orelse=rest),)
+        rest: Body = (If(name="k", cond=cta < first + second, then=k, orelse=v[0]),) if v else k
+        return (If(name="q", cond=cta < first, then=q, orelse=rest),)
 
     def _decode(self, tensor: str, index: Expr) -> Body:
         heads = HQ if tensor == "q" else HKV
