@@ -52,7 +52,7 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
             return 56 + _ladder_overhead(attention, s)
         return 60 + 2 * copies // blocks + 18 * (blocks - 1) + 32 * (s.parallelism == "batch_heads") + 8 * _one_slot(s) + 24 * deep
     if attention.products == "int8_qk":
-        return _int8_qk_more(s) + overhead(attention.replace(dtype=attention.value_dtype, v_dtype=None), s)
+        return _int8_qk_more(attention, s) + overhead(attention.replace(dtype=attention.value_dtype, v_dtype=None), s)
     beside_product = s.overlap in ("within", "both")  # the softmax runs while P·V still holds P and O
     wide = (attention.dv - 64) // 16
     if s.roles == "uniform":
@@ -75,10 +75,10 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
     return base + (0 if s.parallelism == "persistent_dynamic" else wide) + 16 * (attention.dv > 128 and uneven)
 
 
-def _int8_qk_more(s: Schedule) -> int:
+def _int8_qk_more(attention: Attention, s: Schedule) -> int:
     """What int8 scores take more than 16-bit ones, P and V being the same: nothing but in these corners."""
-    if s.stages_q == 2 and s.consumers == 2 and s.overlap == "pingpong":
-        return 16
+    if attention.causal and s.stages_q == 2 and s.consumers == 2 and s.reference == "running" and s.overlap in ("pingpong", "both"):
+        return 16 if attention.dv == 64 else 8
     return 8 if s.reference == "stale" and s.consumers == 4 and s.scale_granularity == "block" else 0
 
 

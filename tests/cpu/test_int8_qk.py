@@ -171,13 +171,15 @@ def test_blocks_of_16_keys_are_enough() -> None:
     [
         ({"tile_q": 256, "consumers": 4, "stages": 2, "mask": "causal", "scale_granularity": "block"}, 64, "tile_kv=48"),
         ({**RUNNING, "overlap": "pingpong", "stages_q": 2, "mask": "causal"}, 144, "tile_kv=128"),
+        ({**RUNNING, "overlap": "both", "stages_q": 2, "mask": "causal"}, 144, "tile_kv=128"),
+        ({**RUNNING, "overlap": "pingpong", "stages_q": 2, "mask": "causal", "head_dim": 128}, 144, "tile_kv=128"),
     ],
     ids=str,
 )
 def test_where_registers_run_out_earlier_than_in_16_bits(changes: dict[str, Any], tile_kv: int, nearest: str) -> None:
     """As found by compiling: these spilled, where bf16 scores just fit."""
     attention, schedule = of(**{**changes, "tile_kv": tile_kv})
-    rules.check(Attention(head_dim=64, mask=attention.mask), schedule.replace(scale_granularity=None))
+    rules.check(Attention(head_dim=attention.head_dim, mask=attention.mask), schedule.replace(scale_granularity=None))
     with pytest.raises(ScheduleError) as e:
         rules.check(attention, schedule)
     assert e.value.codes == ("registers",) and nearest in str(e.value)
