@@ -52,7 +52,7 @@ def simulate(
 
     q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, head_dim_v), or
     (batch, kv_heads, head_dim_v, seqlen_k) where the schedule says v_transposed: NumPy arrays of the attention's dtype (of ml_dtypes
-    for bf16 and e4m3; with int8 v is e4m3). Descales (8-bit types): numbers or float32 arrays, as `Kernel` takes them; None: 1. Returns out (batch, seqlen_q, heads,
+    for bf16 and e4m3; with int8 v is e4m3, or as `v_dtype` says). Descales (8-bit types): numbers or float32 arrays, as `Kernel` takes them; None: 1. Returns out (batch, seqlen_q, heads,
     head_dim_v) and lse (batch, heads, seqlen_q), float32. `seed` chooses the order in which warps and copies get their turns; a right
     kernel gives the same bits for every one. A 128 × 128 tile takes about 1 ms.
 

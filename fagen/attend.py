@@ -21,7 +21,7 @@ from .attention import Attention
 from .errors import InputError
 from .interop import Array, check, common_device, common_framework, framework_of, stream_handle
 from .launch import Kernel
-from .plan.rules import HEAD_DIMS, SCALES
+from .plan.rules import CHOICES, HEAD_DIMS, SCALES
 from .schedule import Schedule
 from .torch_calls import Key, TorchCalls, key_of
 from .workspace import SINK_BYTES, sink
@@ -31,6 +31,8 @@ MAX_CALLS = 4096
 
 MAX_TORCH_CALLS = 512
 """Kinds of call with torch tensors, for each of the `Options`, that are launched straight away; then the oldest go."""
+
+PRECISION_NAMES = tuple(tuned.PRECISIONS)
 
 Options = tuple[bool, float | None, str | None]
 """causal, scale, precision."""
@@ -60,16 +62,17 @@ def attention(
     """softmax(scale · Q Kᵀ + mask) V with the schedule that `fagen.tuned.choose` picks for these sizes on the tensors' device.
 
     q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, kv_heads, head_dim), of torch, CuPy, JAX, another exporter of
-    DLPack, or NumPy, with strides as `Kernel` takes them; bf16, fp16 or e4m3, or q and k int8 and v e4m3; head_dim 64, 128 or 256; heads
-    a multiple of kv_heads.
+    DLPack, or NumPy, with strides as `Kernel` takes them; bf16, fp16 or e4m3, or q and k int8 and v e4m3, bf16 or fp16; head_dim 64, 128
+    or 256; heads a multiple of kv_heads.
     `causal`: row i sees key j if j ≤ i + seqlen_k − seqlen_q. `scale`: None is head_dim ** −0.5; it is a constant of a 16-bit kernel,
     so every other value compiles one of its own. `precision`: "fp8" computes the products in e4m3, "int8" the scores of 8-bit integers and
-    P·V in e4m3, with about 0.7 of fp8's error at the same work; 16-bit tensors are then quantised first (rotated, one scale for each batch and
-    KV head), by kernels of the same plan (NaN and infinities: as `fagen.quantise` says); 8-bit tensors are computed as they are, and take no other precision. `out`, `lse`,
-    `stream` and the descales (8-bit tensors only) as for `Kernel`, whose scale_granularity is that of the schedule picked: "head", unless the
+    P·V in e4m3, with about 0.7 of fp8's error at the same work, "int8_qk" the scores of 8-bit integers and P·V in v's own 16-bit type;
+    16-bit tensors (with "int8_qk" q and k alone) are then quantised first (rotated, one scale for each batch and KV head), by kernels of the
+    same plan (NaN and infinities: as `fagen.quantise` says); 8-bit tensors are computed as they are, and take no other precision. `out`,
+    `lse`, `stream` and the descales (8-bit tensors only) as for `Kernel`, whose scale_granularity is that of the schedule picked: "head", unless the
     table says otherwise.
 
-    Returns out (batch, seqlen_q, heads, head_dim), of q's dtype (8-bit types: bf16, or the type of a given `out`); with `return_lse` the pair
+    Returns out (batch, seqlen_q, heads, head_dim), of v's dtype (where that is 8-bit: bf16; with q in 8 bits the type of a given `out`); with `return_lse` the pair
     (out, lse), lse (batch, heads, seqlen_q) in float32, the natural logarithm. No gradients are recorded.
 
     The first call that needs a kernel compiles it (seconds; from the disk cache milliseconds) and loads it on the device. So to capture
@@ -83,7 +86,7 @@ def attention(
     if q_descale is not None or k_descale is not None or v_descale is not None:
         scales = (q_descale, k_descale, v_descale)
     usual = (causal is True or causal is False) and (
-        precision is None or precision in ("fp8", "int8")
+        precision is None or precision in PRECISION_NAMES
     )  # 1 and True are one key, but not one call
     plain = usual and (scale is None or type(scale) is float)
     if plain:
@@ -122,6 +125,7 @@ def _found(q: Any, k: Any, v: Any, causal: bool, scale: Any, precision: Any, out
             q.shape,
             k.shape,
             q.dtype,
+            v.dtype,
             device,
             causal,
             scale,
@@ -145,13 +149,14 @@ def _kernel(
     q: Any, k: Any, v: Any, causal: bool, scale: Any, precision: Any, out: Any, lse: Any, stream: Any, key: Hashable | None
 ) -> Kernel:
     """The kernel for a call, which is then remembered under `key`. Everything is checked before anything is compiled."""
-    if precision not in (None, *tuned.PRECISIONS):
-        raise InputError("precision", f"is {precision!r}; expected None, {' or '.join(map(repr, tuned.PRECISIONS))}")
+    if precision not in (None, *PRECISION_NAMES):
+        raise InputError("precision", f"is {precision!r}; expected None, {' or '.join(map(repr, PRECISION_NAMES))}")
     given = {n: t for n, t in (("q", q), ("k", k), ("v", v), ("out", out), ("lse", lse)) if n in "qkv" or t is not None}
     arrays = _described(given, stream)
     wanted = _attention(arrays, causal, scale)
-    if precision is not None and wanted.has_descales and tuned.PRECISIONS[precision] != wanted.dtype:
-        raise InputError("precision", f"is {precision!r}, but q is {wanted.dtype}: quantised tensors are computed as they are")
+    if precision is not None and wanted.has_descales and tuned.PRECISIONS[precision] != wanted.products:
+        v = f" and v {wanted.value_dtype}" if wanted.dtype == "int8" else ""
+        raise InputError("precision", f"is {precision!r}, but q is {wanted.dtype}{v}: quantised tensors are computed as they are")
     problem, _ = check(wanted, arrays["q"], arrays["k"], arrays["v"], arrays.get("out"), arrays.get("lse"))
     device = driver.device_info(arrays["q"].device)
     if precision is None or wanted.has_descales:
@@ -189,20 +194,21 @@ def _attention(arrays: dict[str, Array], causal: bool, scale: Any) -> Attention:
     q = arrays["q"]
     if len(q.shape) != 4:
         raise InputError("q", f"has {len(q.shape)} dimensions {q.shape}; expected 4: (batch, seqlen_q, heads, head_dim)")
-    if q.dtype not in tuned.BUILTIN:
-        raise InputError("q", f"is {q.dtype}; there are kernels for {', '.join(tuned.BUILTIN)}")
+    if q.dtype not in CHOICES["dtype"]:
+        raise InputError("q", f"is {q.dtype}; there are kernels for {', '.join(map(str, CHOICES['dtype']))}")
     head_dim = q.shape[3]
     if head_dim not in HEAD_DIMS:
         raise InputError("q", f"has head_dim {head_dim}; there are kernels for {', '.join(map(str, HEAD_DIMS))}")
-    out = arrays.get("out")
-    other = out.dtype if q.dtype not in tuned.HALF_TYPES and out is not None and out.dtype in tuned.HALF_TYPES else None
-    return Attention(
+    out, v = arrays.get("out"), arrays["v"]
+    plain = Attention(
         head_dim=head_dim,
         dtype=q.dtype,
-        out_dtype=None if other == "bf16" else other,
+        v_dtype=v.dtype if q.dtype == "int8" and v.dtype in tuned.HALF_TYPES else None,
         mask="causal" if causal else "full",
         scale=_scale(scale, head_dim),
     )
+    other = plain.has_descales and out is not None and out.dtype in tuned.HALF_TYPES and out.dtype != plain.output_dtype
+    return plain.replace(out_dtype=out.dtype) if other and out is not None else plain
 
 
 def _scale(scale: Any, head_dim: int) -> float | None:

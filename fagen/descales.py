@@ -42,10 +42,11 @@ STANDS_FOR_ZERO = 2.0**-100
 
 
 def refuse_unless_8_bit(attention: Attention, given: dict[str, Any]) -> None:
-    """An InputError for the first descale that is given (not None) with 16-bit inputs."""
+    """An InputError for the first descale that is given (not None) of a 16-bit tensor."""
     for name, value in given.items():
-        if value is not None and not attention.has_descales:
-            raise InputError(name, f"given with {attention.dtype} inputs; only e4m3 and int8 tensors have a descale")
+        if value is not None and name not in attention.descales:
+            where = f"beside a {attention.value_dtype} v" if attention.has_descales else f"with {attention.dtype} inputs"
+            raise InputError(name, f"given {where}; only e4m3 and int8 tensors have a descale")
 
 
 @dataclass(frozen=True)

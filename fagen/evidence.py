@@ -31,20 +31,21 @@ MIN_CASES = 60
 
 
 def variant_id(attention: Attention) -> str:
-    """Names an attention in files and evidence: "hd64-fp16-causal". Rarer fields add the value's id, so that no two share a name."""
+    """Names an attention in files and evidence: "hd64-fp16-causal", "hd128-int8-v_bf16-full". Rarer fields add the value's id, so that no two
+    share a name."""
     dv = "" if attention.dv == attention.head_dim else f"x{attention.dv}"
-    out = (
-        "" if attention.output_dtype == Attention(head_dim=64, dtype=attention.dtype).output_dtype else f"-{attention.output_dtype}"
-    )
+    v = "" if attention.v_dtype is None else f"-v_{attention.v_dtype}"
+    out = "" if attention.output_dtype == attention.replace(out_dtype=None).output_dtype else f"-{attention.output_dtype}"
     plain = Attention(
         head_dim=attention.head_dim,
         head_dim_v=attention.head_dim_v,
         dtype=attention.dtype,
+        v_dtype=attention.v_dtype,
         out_dtype=attention.out_dtype,
         mask=attention.mask,
     )
     rare = "" if attention == plain else f"-{attention.id}"
-    return f"hd{attention.head_dim}{dv}-{attention.dtype}{out}-{attention.mask}{rare}"
+    return f"hd{attention.head_dim}{dv}-{attention.dtype}{v}{out}-{attention.mask}{rare}"
 
 
 def case(problem: CheckProblem, mask: str, verdict: Verdict) -> dict[str, Any]:

@@ -39,7 +39,7 @@ class Kernel:
     lse (batch, heads, seqlen_q), float32, the natural logarithm of the softmax's denominator. A row that sees no key has out 0 and
     lse −inf. No gradients are recorded.
 
-    e4m3 and int8 only: q stands for q · q_descale, and so k and v. A descale is a number, None (1), or a float32 array, of which the schedule's
+    e4m3 and int8 only: q stands for q · q_descale, and so k, and a v of those types. A descale is a number, None (1), or a float32 array, of which the schedule's
     scale_granularity says what an element covers: "tensor": one element, in any shape. "head": (batch, kv_heads), of any strides.
     "block": q's (batch, heads, ceil(seqlen_q / tile_q)), k's and v's (batch, kv_heads, ceil(seqlen_k / tile_kv)), contiguous. A number
     (or NumPy array) must be finite, and not negative for q and k, and v's blocks. Arrays in device memory are read by the kernel, so
@@ -300,6 +300,7 @@ class Kernel:
 
     def _number(self, name: str, value: Any) -> float:
         """A descale that a call like this one has had as a number (or not at all)."""
+        descales.refuse_unless_8_bit(self.plan.attention, {name: value})
         number = 1.0 if value is None else descales.as_number(name, value, self._signed[name])
         if number is None:
             raise InputError(name, f"is a {type(value).__name__}; expected a number or an array of q's library")

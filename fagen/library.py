@@ -80,17 +80,20 @@ def load(source: str | Path, **changes: Any) -> Loaded:
 
 
 def _tiles(path: Path, names: dict[str, Any], attention: Attention, changes: dict[str, Any]) -> dict[str, Any]:
-    """The tiles a schedule file gives for another head_dim, or for a head_dim and the type of q and k in the products."""
+    """The tiles a schedule file gives for another head_dim, or for a head_dim and the types of the products (`Attention.products`)."""
     head_dim = changes.get("head_dim", attention.head_dim)
-    dtype = changes.get("precision") or changes.get("dtype", attention.dtype)
-    if (head_dim, dtype) == (attention.head_dim, attention.dtype):
+    types = {n: changes[n] for n in ("dtype", "v_dtype") if n in changes}
+    products = changes.get("precision") or attention.replace(**types).products
+    if (head_dim, products) == (attention.head_dim, attention.products):
         return {}
     tables = names.get("tiles", {})
     other = head_dim != attention.head_dim
-    wanted = ((head_dim, dtype), head_dim) if other else ((head_dim, dtype),)
+    wanted = ((head_dim, products), head_dim) if other else ((head_dim, products),)
     tiles: Any = next((tables[key] for key in wanted if key in tables), {}) if isinstance(tables, dict) else None
     if not isinstance(tiles, dict) or not set(tiles) <= set(Schedule.field_names()):
-        raise InputError(str(path), f"`tiles` must map a head_dim, or (head_dim, dtype), to fields of Schedule; it is {tables!r}")
+        raise InputError(
+            str(path), f"`tiles` must map a head_dim, or (head_dim, products), to fields of Schedule; it is {tables!r}"
+        )
     return tiles
 
 

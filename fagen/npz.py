@@ -32,7 +32,7 @@ _UNREADABLE = (OSError, EOFError, ValueError, KeyError, zipfile.BadZipFile, zlib
 
 
 def read_inputs(path: str | Path, attention: Attention, cast: bool = False) -> tuple[Array, Array, Array]:
-    """q, k and v from a file, as arrays of the attention's dtype (of ml_dtypes for bf16 and e4m3; beside int8 q and k, v is e4m3).
+    """q, k and v from a file, as arrays of the attention's dtype (of ml_dtypes for bf16 and e4m3; beside int8 q and k, v is e4m3, or as `v_dtype` says).
 
     A tensor of another dtype is an InputError unless `cast`; then it is rounded to nearest, and an InputError if a finite value
     becomes infinite or NaN. int8, whose values stand for multiples of a scale, is never converted. Shapes are checked by who uses them.
@@ -45,14 +45,13 @@ def read_inputs(path: str | Path, attention: Attention, cast: bool = False) -> t
 def read_descales(path: str | Path, attention: Attention, cast: bool = False) -> Descales:
     """The descales of a file, those that are there, as NumPy arrays (0-d: one number). Shapes and values are checked by who uses them.
 
-    InputError: beside 16-bit inputs, or an array of another type than fp32 unless `cast`.
+    InputError: of a 16-bit tensor, or an array of another type than fp32 unless `cast`.
     """
     found = read(path, (), optional=DESCALES)
     for name, x in found.items():
-        if not attention.has_descales:
-            raise InputError(
-                str(path), f"has a {name}, but the attention takes {attention.dtype}; only e4m3 and int8 tensors have a descale"
-            )
+        if name not in attention.descales:
+            what = f"a {attention.value_dtype} v" if attention.has_descales else attention.dtype
+            raise InputError(str(path), f"has a {name}, but the attention takes {what}; only e4m3 and int8 tensors have a descale")
         if x.ndim:
             found[name] = _as_dtype(path, name, x, "fp32", cast, "a descale is")
     return typing.cast(Descales, found)

@@ -34,7 +34,8 @@ INPUTS = ("q", "k", "v")
 class Quantised(NamedTuple):
     """q · q_descale stands for what was q, and so k and v. Tensors are of the caller's library.
 
-    q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, kv_heads, head_dim), contiguous; v e4m3, q and k too or int8. Descales are float32: with
+    q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, kv_heads, head_dim), contiguous; v e4m3, q and k too or int8; or (precision
+    "int8_qk") q and k int8 and v the tensor that was given, with v_descale None. Descales are float32: with
     granularity "tensor" (1,); "head" (batch, kv_heads) for all three; "block" (batch, heads, ⌈seqlen_q / tile_q⌉) for q,
     (batch, kv_heads, ⌈seqlen_k / tile_kv⌉) for k and v. With `hadamard` q and k are those rotated, with `smooth_k` k is without its
     mean: scores q · k are the same, in the second case but for a number of each row, which `lse_shift` (batch, heads, seqlen_q) gives
@@ -67,7 +68,8 @@ def quantise(
     """Quantise attention's inputs on the GPU.
 
     q (batch, seqlen_q, heads, head_dim), k and v (batch, seqlen_k, kv_heads, head_dim), bf16 or fp16, of one library, with strides as
-    `Kernel` takes them; head_dim 64, 128 or 256. `precision`: "fp8": all to e4m3; "int8": q and k to integers, v to e4m3. `granularity`:
+    `Kernel` takes them; head_dim 64, 128 or 256. `precision`: "fp8": all to e4m3; "int8": q and k to integers, v to e4m3;
+    "int8_qk": q and k to integers, v is handed back untouched. `granularity`:
     what shares a scale, "tensor", "head" (a batch and KV head: q's heads of a group share one) or "block" of `tile_q` rows of q and `tile_kv` rows of k and v. `hadamard`: rotate q and k first, by the fixed signs of
     `fagen.plan.rotation`. `smooth_k`: take k's mean over the sequence off first. `scale`: the softmax scale, for lse_shift; None:
     head_dim ** −0.5. `stream` as for `Kernel`.
@@ -97,7 +99,7 @@ def quantise(
             places = {n: framework.describe(n, t, handle)[0].ptr for n, t in made.items()}
             kernel.run(device, problem, strides, {n: a.ptr for n, a in arrays.items()} | places, handle)
             framework.finish(handle)
-    return _result(made, kernel.plan)
+    return _result(made, kernel.plan, v)
 
 
 def _quantise_numpy(given: dict[str, Any], options: Options, stream: Any) -> Quantised:
@@ -115,7 +117,7 @@ def _quantise_numpy(given: dict[str, Any], options: Options, stream: Any) -> Qua
             kernel.run(device, problem, strides, places, handle)
             for n, t in made.items():
                 staging.download(places[n], t)
-    return _result(made, kernel.plan)
+    return _result(made, kernel.plan, given["v"])
 
 
 # what is asked for --------------------------------------------------------------------------------------------------------
@@ -245,10 +247,11 @@ class QuantiseKernel(Kernel):
                     raise ready.failure(status)
 
 
-def _result(made: Mapping[str, Any], plan: Plan) -> Quantised:
-    q, k, v = (made[n] for n in names(plan.attention, plan.schedule).values())
-    of_q, of_k, of_v = (made[n] for n in DESCALES)
-    return Quantised(q, k, v, of_q, of_k, of_v, made.get(SHIFTS))
+def _result(made: Mapping[str, Any], plan: Plan, v: Any) -> Quantised:
+    """`v`: as it was given, where it is not quantised."""
+    tensors = {t: made[n] for t, n in names(plan.attention, plan.schedule).items()}
+    of_q, of_k, of_v = (made.get(n) for n in DESCALES)
+    return Quantised(tensors["q"], tensors["k"], tensors.get("v", v), of_q, of_k, of_v, made.get(SHIFTS))
 
 
 def caller_shape(w: Workspace, problem: Problem, plan: Plan) -> tuple[int, ...]:
@@ -293,4 +296,4 @@ def simulate_quantise(
         x = spaces[w.name]
         x = x.transpose(0, 2, 1, 3) if w.name in names(plan.attention, plan.schedule).values() else x
         made[w.name] = np.ascontiguousarray(x.astype(DTYPES[w.dtype])).reshape(caller_shape(w, problem, plan))
-    return _result(made, plan)
+    return _result(made, plan, v)

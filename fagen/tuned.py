@@ -1,7 +1,7 @@
 """The tuned table: which schedule is fastest for which problem, as measured. `choose` picks from it.
 
 The table is data, `schedules/tuned/*.json`, one file for a family of devices. An entry's key is the architecture and family (of its
-file), dtype, head_dim, mask, and the *bucket* of the problem it was measured on:
+file), dtype ("int8_qk": int8 beside a 16-bit v), head_dim, mask, and the *bucket* of the problem it was measured on:
 
   length   seqlen_k, rounded in ratio to a power of two, at least 128
   tiles    "few" if there are fewer tiles of 128 query rows (batch · heads · ⌈seqlen_q / 128⌉) than SMs, else "many"
@@ -26,11 +26,12 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-from .attention import Attention
+from .attention import EIGHT_BIT_TYPES, Attention
 from .errors import FagenError, InputError, LaunchError, ScheduleError
 from .library import load, resource_dir
 from .plan.kernel import Problem
 from .plan.memory import BARRIER_BYTES, tile_bytes
+from .plan.precision import quantised
 from .plan.rules import check
 from .schedule import Schedule
 
@@ -39,10 +40,13 @@ SHORTEST = 128
 """Lengths below it count as this one: a block of keys is about as long."""
 TILE_ROWS = 128
 HALF_TYPES = ("bf16", "fp16")
-EIGHT_BIT_TYPES = ("e4m3", "int8")
-"""Types whose kernels do work of the same shape: an entry of one serves the other."""
-BUILTIN = {"bf16": "fa3", "fp16": "fa3", "e4m3": "fa3_fp8", "int8": "fa3_fp8"}
-"""What an attention of that dtype falls back to on Hopper."""
+BUILTIN = {"bf16": "fa3", "fp16": "fa3", "e4m3": "fa3_fp8", "int8": "fa3_fp8", "int8_qk": "fa3_fp8"}
+"""What an attention of those `products` falls back to on Hopper."""
+
+
+def types_of(products: str) -> dict[str, Any]:
+    """Types of an attention with those `products`; beside int8, a 16-bit v is bf16 here."""
+    return {"dtype": "int8", "v_dtype": "bf16"} if products == "int8_qk" else {"dtype": products}
 
 
 class Device(Protocol):
@@ -114,6 +118,7 @@ class Entry:
     """A winner: a built-in schedule (with its tiles for this head_dim) and what the winner changes of it."""
 
     dtype: str
+    """`Attention.products`."""
     head_dim: int
     mask: str
     bucket: Bucket
@@ -127,7 +132,7 @@ class Entry:
     def make(cls, attention: Attention, schedule: Schedule, bucket: Bucket, base: str, measured: Measured) -> Entry:
         own = load(base, head_dim=attention.head_dim).schedule
         changes = tuple((name, new) for name, (_, new) in own.diff(schedule).items())
-        return cls(attention.dtype, attention.head_dim, attention.mask, bucket, base, changes, schedule.id, measured)
+        return cls(attention.products, attention.head_dim, attention.mask, bucket, base, changes, schedule.id, measured)
 
     @property
     def key(self) -> tuple[str, int, str, int, str]:
@@ -137,6 +142,11 @@ class Entry:
     @property
     def label(self) -> str:
         return f"hd{self.head_dim} {self.dtype} {self.mask}, {self.bucket}"
+
+    @property
+    def attention(self) -> Attention:
+        """What was measured, with nothing but its key's fields set."""
+        return Attention(head_dim=self.head_dim, mask=self.mask, **types_of(self.dtype))
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -291,15 +301,15 @@ def choose(attention: Attention, problem: Problem, device: Device = H200, tables
             passed_over.append(f"passed over {entry.label} ({reason})")
             continue
         return Choice(entry.schedule, entry, "; ".join([_why(attention, bucket, device, table, entry), *passed_over]))
-    name = BUILTIN.get(attention.dtype, BUILTIN["bf16"])
-    schedule = load(name, head_dim=attention.head_dim).schedule
+    name = BUILTIN.get(attention.products, BUILTIN["bf16"])
+    schedule = load(name, head_dim=attention.head_dim, dtype=attention.dtype, v_dtype=attention.v_dtype).schedule
     check(attention, schedule)
     return Choice(
         schedule, None, "; ".join([f"the tuned table has nothing for {attention.label}: the built-in {name}", *passed_over])
     )
 
 
-PRECISIONS = {"fp8": "e4m3", "int8": "int8"}
+PRECISIONS = {"fp8": "e4m3", "int8": "int8", "int8_qk": "int8_qk"}
 """What callers ask for → `Schedule.precision`."""
 QUANTISED: dict[str, Any] = {"scale_granularity": "head", "hadamard": True}
 """How 16-bit tensors are quantised where nothing else is asked for: the most exact way that costs little."""
@@ -315,18 +325,19 @@ def choose_quantised(
 ) -> Choice:
     """As `choose`, for 16-bit tensors that are quantised first, to `precision`: the schedule for 8-bit tensors of that type and size, and
     `QUANTISED`."""
-    inner = attention.replace(dtype=precision, out_dtype=attention.output_dtype)
-    choice = choose(inner, problem, device, tables)
+    choice = choose(quantised(attention, precision), problem, device, tables)
     schedule = choice.schedule.replace(precision=precision, **QUANTISED)
     check(attention, schedule)
-    return Choice(schedule, choice.entry, f"{choice.why}; q, k and v are quantised first")
+    what = "q and k" if precision == "int8_qk" else "q, k and v"
+    return Choice(schedule, choice.entry, f"{choice.why}; {what} are quantised first")
 
 
 def _nearest_first(attention: Attention, bucket: Bucket, device: Device, tables: Sequence[Table]) -> list[tuple[Table, Entry]]:
     """All entries that may stand in for one another, by distance."""
 
     def may(entry: Entry) -> bool:
-        types = {entry.dtype, attention.dtype}
+        types = {entry.dtype, attention.products}
+        # bf16 and fp16, and e4m3 and int8, have kernels that do work of the same shape
         same = len(types) == 1 or types <= set(HALF_TYPES) or types <= set(EIGHT_BIT_TYPES)
         return entry.head_dim == attention.head_dim and same
 
@@ -335,7 +346,7 @@ def _nearest_first(attention: Attention, bucket: Bucket, device: Device, tables:
         ratio = abs(math.log2(entry.bucket.length / bucket.length))
         return (
             table.device not in device.name,
-            entry.dtype != attention.dtype,
+            entry.dtype != attention.products,
             entry.mask != attention.mask,
             entry.bucket.tiles != bucket.tiles,
             ratio,
@@ -347,7 +358,7 @@ def _nearest_first(attention: Attention, bucket: Bucket, device: Device, tables:
 
 def _why(attention: Attention, bucket: Bucket, device: Device, table: Table, entry: Entry) -> str:
     theirs = f"{entry.label}, measured on {table.device}"
-    own = entry.bucket == bucket and (entry.dtype, entry.mask) == (attention.dtype, attention.mask)
+    own = entry.bucket == bucket and (entry.dtype, entry.mask) == (attention.products, attention.mask)
     if own and table.device in device.name:
         return f"the tuned table's entry for {theirs}"
     wanted = f"hd{attention.head_dim} {attention.dtype} {attention.mask}, {bucket} on {device.name}"

@@ -19,5 +19,9 @@ schedule = Schedule(
 tiles = {
     64: {"tile_q": 192, "tile_kv": 160, "consumers": 3},
     (128, "int8"): {"tile_kv": 192},  # 224 keys spill under a causal mask
+    # Beside P·V in 16 bits: nothing is transposed, Q·Kᵀ takes half as long, and the softmax is what a tile waits for.
+    (64, "int8_qk"): {"tile_q": 256, "tile_kv": 64, "consumers": 4, "stages": 4, "overlap": "within", "reference": "stale"},
+    (128, "int8_qk"): {"tile_q": 192, "tile_kv": 64, "consumers": 3, "stages": 4, "overlap": "within", "reference": "stale"},
+    (256, "int8_qk"): {"tile_kv": 64, "stages": 3, "overlap": "within", "reference": "stale"},
     256: {"tile_q": 128, "tile_kv": 96, "consumers": 2},  # 128 keys spill beside O and the transposition's registers
 }

@@ -11,7 +11,7 @@ from ..oracle.quantise import Quantiser
 from ..plan import plan
 from ..schedule import Schedule
 
-SET_BY_RECIPES = ("dtype", "precision", "scale_granularity", "hadamard", "smooth_k", "promote_every")
+SET_BY_RECIPES = ("dtype", "v_dtype", "precision", "scale_granularity", "hadamard", "smooth_k", "promote_every")
 """Fields that the table varies, so that a caller may not set them."""
 
 
@@ -36,6 +36,8 @@ WAYS = (
 )
 INT8_WAYS = (WAYS[1], WAYS[4], WAYS[5], WAYS[6])
 """Of q and k in int8, v in e4m3: as far as a tensor's scale is not too coarse for integers."""
+INT8_QK_WAYS = (WAYS[1], WAYS[4], WAYS[5], WAYS[6])
+"""Of q and k in int8, v left in the tensors' 16-bit type."""
 PLAIN = WAYS[0]
 """The row that the others are compared with."""
 
@@ -57,14 +59,17 @@ class Recipe:
 
 def recipes(attention: Attention, schedule: Schedule, dtype: str) -> tuple[Recipe, ...]:
     """A 16-bit schedule: one row, in the type `dtype` of the tensors. One for 8-bit tensors: a row for each of `WAYS`, in e4m3, and one
-    for each of `INT8_WAYS`."""
+    for each of `INT8_WAYS` and, with v and out in the type of the tensors, of `INT8_QK_WAYS`."""
     if not attention.has_descales:
         kernel = attention.replace(dtype=dtype, out_dtype=None)
         return (Recipe(dtype, kernel, schedule, None, _refused(kernel, schedule)),)
-    integers = attention.replace(dtype="int8", out_dtype=attention.output_dtype)
+    in_e4m3 = _in_e4m3(attention)
+    integers = in_e4m3.replace(dtype="int8")
+    half_v = integers.replace(v_dtype=dtype, out_dtype=None)
     return (
-        *(_eight_bit(_in_e4m3(attention), schedule, way, way.label) for way in WAYS),
+        *(_eight_bit(in_e4m3, schedule, way, way.label) for way in WAYS),
         *(_eight_bit(integers, schedule, way, f"int8 {way.label}") for way in INT8_WAYS),
+        *(_eight_bit(half_v, schedule, way, f"int8_qk {way.label}") for way in INT8_QK_WAYS),
     )
 
 
@@ -79,7 +84,7 @@ def long_recipes(attention: Attention, schedule: Schedule, dtype: str) -> tuple[
 
 
 def _in_e4m3(attention: Attention) -> Attention:
-    return attention.replace(dtype="e4m3", out_dtype=attention.output_dtype)
+    return attention.replace(dtype="e4m3", v_dtype=None, out_dtype=attention.output_dtype)
 
 
 def _promotion(every: int | None) -> str:
@@ -96,6 +101,7 @@ def _eight_bit(attention: Attention, schedule: Schedule, way: Way, label: str, p
         tile_q=tile_q,
         tile_kv=tile_kv,
         dtype=attention.dtype,
+        v_dtype="e4m3" if attention.value_dtype == "e4m3" else None,
     )
     return Recipe(label, attention, chosen, quantiser, _refused(attention, chosen))
 

@@ -142,14 +142,14 @@ def in_half(source: Source) -> tuple[Array, Array, Array]:
 
 
 def given(quantiser: Quantiser | None, attention: Attention, q: Array, k: Array, v: Array) -> Given:
-    """The inputs of a kernel that computes `attention`, from tensors in 16 bits; with a quantiser, e4m3 and descales. InputError for what it
+    """The inputs of a kernel that computes `attention`, from tensors in 16 bits; with a quantiser, 8-bit ones and descales. InputError for what it
     cannot quantise."""
     if quantiser is None:
         return Given(q, k, v, {}, None)
     z = quantise(q, k, v, quantiser)
     shift = None if z.k_mean is None else lse_shift(q, z.k_mean, attention.softmax_scale)
-    descales: Descales = {"q_descale": z.q_descale, "k_descale": z.k_descale, "v_descale": z.v_descale}
-    return Given(z.q, z.k, z.v, descales, shift)
+    descales = {n: x for n, x in zip(DESCALES, (z.q_descale, z.k_descale, z.v_descale)) if x is not None}
+    return Given(z.q, z.k, z.v, typed(Descales, descales), shift)
 
 
 def parts(problem: Problem, rows: int, count: int, seed: int) -> tuple[Part, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -20,6 +20,7 @@ from ..evidence import variant_id
 from ..explore.ablation import ablations
 from ..library import load
 from ..plan.kernel import Problem
+from ..plan.rules import HEAD_DIMS
 from ..schedule import Schedule
 from .common import Selected, note, parse_settings, select
 
@@ -138,26 +139,29 @@ def _tuned(settings: Sequence[str], grid: str | None, shapes: Sequence[str]) -> 
 
 def entries(settings: Sequence[str], causal: bool) -> list[Selected]:
     """Each kernel of the tuned tables once, whatever the sizes it is for. Settings of head_dim, dtype and mask keep the entries that have
-    them (dtype=int8 those of e4m3 too, which serve it); others change every kernel. An entry that `tuned.choose` would pass over is left out, and said. InputError where none is left.
+    them (dtype=int8 those of e4m3 too, which serve it; with a 16-bit v_dtype those of int8_qk); others change every kernel. An entry that
+    `tuned.choose` would pass over is left out, and said. InputError where none is left.
     """
     changes = parse_settings(settings, causal)
-    wanted = {n: changes.pop(n) for n in ("head_dim", "dtype", "mask") if n in changes}
+    wanted = {n: changes.pop(n) for n in ("head_dim", "mask") if n in changes}
+    types: dict[str, Any] = {n: changes.pop(n) for n in ("dtype", "v_dtype") if n in changes}
+    products = Attention(head_dim=HEAD_DIMS[0], **types).products if types else None
     mine = {n: v for n, v in changes.items() if n in Attention.field_names()}
     knobs = {n: v for n, v in changes.items() if n not in mine}
     found: dict[Selected, None] = {}
     for entry in (e for table in tuned.builtin_tables() for e in table.entries):
-        dtype = wanted.get("dtype", entry.dtype)
-        of_type = entry.dtype == dtype or (dtype, entry.dtype) == ("int8", "e4m3")
-        if not of_type or any(getattr(entry, n) != v for n, v in wanted.items() if n != "dtype"):
+        of_type = products in (None, entry.dtype) or (products, entry.dtype) == ("int8", "e4m3")
+        if not of_type or any(getattr(entry, n) != v for n, v in wanted.items()):
             continue
-        attention = load(entry.base, head_dim=entry.head_dim, dtype=dtype, mask=entry.mask).attention.replace(**mine)
+        own = types or tuned.types_of(entry.dtype)
+        attention = load(entry.base, head_dim=entry.head_dim, mask=entry.mask, **own).attention.replace(**mine)
         if reason := entry.unusable(attention):
             note(f"the tuned table's {entry.label} is left out: {reason}")
             continue
         schedule = entry.schedule.replace(**knobs)
         found[_item(TUNED, variant_id(attention), attention, schedule, own_schedule=not knobs)] = None
     if not found:
-        which = ", ".join(f"{n}={v}" for n, v in wanted.items())
+        which = ", ".join(f"{n}={v}" for n, v in (wanted | types).items())
         raise InputError(TUNED, f"the tuned table has no usable entry{f' with {which}' if which else ''}; --grid takes the nearest")
     return list(found)
 
@@ -172,7 +176,7 @@ def _device() -> tuned.Device:
 
 def _knobs(attention: Attention, schedule: Schedule) -> str:
     """A schedule by its differences from the built-in one."""
-    name = tuned.BUILTIN.get(attention.dtype, "fa3") if schedule.mma == "wgmma" else "fa2"
+    name = tuned.BUILTIN.get(attention.products, "fa3") if schedule.mma == "wgmma" else "fa2"
     differences = load(name, head_dim=attention.head_dim).schedule.diff(schedule)
     return name + (" with " if differences else "") + ", ".join(f"{n}={new}" for n, (_, new) in differences.items())
 

@@ -240,13 +240,13 @@ class _Tune:
         from ..errors import FagenError
         from ..explore.tune_space import default_axes, enumerate_space
         from ..library import builtin_names, load
-        from ..tuned import EIGHT_BIT_TYPES, builtin_tables, read
+        from ..tuned import HALF_TYPES, builtin_tables, read
 
         attention, start = self.item.attention, self.item.schedule
         tables = [*builtin_tables(), *([read(self.table)] if self.table and Path(self.table).exists() else [])]
         entries = [e for t in tables if t.arch == start.arch for e in t.entries if e.head_dim == attention.head_dim]
         eight = attention.has_descales  # whose schedules are no guide for 16-bit types
-        known = [e.schedule for e in entries if (e.dtype in EIGHT_BIT_TYPES) == eight and not e.unusable(attention)]
+        known = [e.schedule for e in entries if (e.dtype not in HALF_TYPES) == eight and not e.unusable(attention)]
         if self.exclude_known:
             for name in builtin_names():
                 try:

@@ -86,7 +86,7 @@ def ablations(attention: Attention, schedule: Schedule) -> tuple[Ablated, ...]:
 
 
 def _fitted(attention: Attention, schedule: Schedule) -> Schedule | None:
-    step = 32 if attention.v_dtype == "e4m3" else 16
+    step = 32 if attention.value_dtype == "e4m3" else 16
     for tile_kv in range(schedule.tile_kv, 0, -step):
         smaller = schedule.replace(tile_kv=tile_kv)
         try:

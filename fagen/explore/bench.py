@@ -86,9 +86,10 @@ def visible_pairs(attention: Attention, problem: Problem) -> int:
 def compulsory_bytes(attention: Attention, problem: Problem) -> int:
     """q, k and v read once, out and lse (float32) written once."""
     b, q_rows, k_rows = problem.batch, problem.sq * problem.hq, problem.sk * problem.hkv
-    size_in, size_out = DTYPE_BYTES[attention.dtype], DTYPE_BYTES[attention.output_dtype]
-    read = (q_rows * attention.head_dim + k_rows * (attention.head_dim + attention.dv)) * size_in
-    return b * (read + q_rows * (attention.dv * size_out + 4))
+    size = {t: DTYPE_BYTES[attention.dtype_of(t)] for t in ("q", "k", "v", "out")}
+    of_q, of_k, of_v = q_rows * attention.head_dim, k_rows * attention.head_dim, k_rows * attention.dv
+    read = of_q * size["q"] + of_k * size["k"] + of_v * size["v"]
+    return b * (read + q_rows * (attention.dv * size["out"] + 4))
 
 
 # measuring ----------------------------------------------------------------------------------------------------------------

@@ -54,7 +54,7 @@ def make_inputs(torch: Any, attention: Attention, problem: Problem, kind: str, s
     p, a = problem, attention
     shapes = ((p.batch, p.sq, p.hq, a.head_dim), (p.batch, p.sk, p.hkv, a.head_dim), (p.batch, p.sk, p.hkv, a.dv))
     exact = "fp32" if a.dtype == "int8" else a.dtype
-    q, k, v = (normal(torch, shape, t, seed + i) for i, (shape, t) in enumerate(zip(shapes, (exact, exact, a.v_dtype))))
+    q, k, v = (normal(torch, shape, t, seed + i) for i, (shape, t) in enumerate(zip(shapes, (exact, exact, a.value_dtype))))
     for column, values in _pattern(torch, attention, problem, kind, block, k):
         q[..., column] = Q_VALUE
         k[..., column] = values[:, None].to(k.dtype)

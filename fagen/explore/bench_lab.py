@@ -185,11 +185,11 @@ class Lab:
             ours.append(self._schedule(case, ref, q, k, v, scales, wants[rounding]))
         if not self._spec.peers:
             return ours
-        if scales:  # no peer computes int8: the same values in e4m3, judged by what they are then
-            a = a.replace(dtype="e4m3")
-            q, k = (x.to(self._dtype("e4m3")) for x in meant)
+        if scales:  # no peer computes int8: the same values in v's type, judged by what they are then
+            a = a.replace(dtype=a.value_dtype, v_dtype=None)
+            q, k = (x.to(self._dtype(a.dtype)) for x in meant)
         want = verify.expected(self._torch, a, p, q, k, v, seed)
-        return ours + [self._peer(a, name, q, k, v, want, " e4m3" if scales else "") for name in self._spec.peers]
+        return ours + [self._peer(a, name, q, k, v, want, f" {a.dtype}" if scales else "") for name in self._spec.peers]
 
     def _schedule(
         self, case: CaseSpec, ref: KernelRef, q: Any, k: Any, v: Any, scales: Mapping[str, float], want: verify.Expected

@@ -99,7 +99,7 @@ def _values(plan: Plan, knob: str) -> Iterator[list[Changes]]:
 
 def _others(plan: Plan, knob: str, now: Any) -> list[Any]:
     s = plan.schedule
-    step = 32 if plan.attention.v_dtype == "e4m3" else 16
+    step = 32 if plan.attention.value_dtype == "e4m3" else 16
     numbers: dict[str, tuple[Any, ...]] = {
         "head_dim": (64, 128, 256),
         "scale": (0.25,),

@@ -154,7 +154,7 @@ def _caption(result: BenchResult, found: list[Panel]) -> str:
         f"{hq} heads" + (f", {hkv} of KV" if hkv != hq else "") + (f" at head_dim {d}" if len(heads) > 1 else "")
         for d, hq, hkv in heads
     )
-    types = " and ".join(dict.fromkeys(case.attention.dtype for case in result.cases))
+    types = " and ".join(dict.fromkeys(case.attention.products for case in result.cases))
     return f"sequence length × sequences; {told}; {types}; {result.machine.gpu}, {result.started[:10]}; median of bursts"
 
 

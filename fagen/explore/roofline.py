@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..attention import Attention
-from ..plan.kernel import DESCALES, KernelPlan, Plan, Problem, scalar_env
+from ..plan.kernel import KernelPlan, Plan, Problem, scalar_env
 from ..plan.registers import launch_registers
 from ..plan.scales import shape
 from ..plan.steps import DTYPE_BYTES, Loop, walk
@@ -237,7 +237,7 @@ def _tensor_bytes(plan: Plan, problem: Problem, workspaces: tuple[tuple[str, int
     a, p = plan.attention, problem
     q_rows, k_rows = p.batch * p.sq * p.hq, p.batch * p.sk * p.hkv
     size_in = {t: DTYPE_BYTES[a.dtype_of(t)] for t in ("q", "k", "v")}
-    shapes = {n: shape(n, plan.schedule, p) if a.has_descales else None for n in DESCALES}
+    shapes = {n: shape(n, plan.schedule, p) for n in a.descales}
     scales = {n: DTYPE_BYTES["fp32"] * math.prod(s or ()) for n, s in shapes.items()}
     tensors = {
         "q": q_rows * a.head_dim * size_in["q"],

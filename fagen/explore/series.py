@@ -35,13 +35,13 @@ class Panel:
 def panels(result: BenchResult) -> tuple[Panel, ...]:
     """By head_dim, then mask (full first). A function measured in several types has them in its name: fa3 fp16. So has every schedule
     whose type is not the commonest."""
-    types = [case.attention.dtype for case in result.cases for row in case.rows if row.kind == "schedule"]
+    types = [case.attention.products for case in result.cases for row in case.rows if row.kind == "schedule"]
     usual = max(dict.fromkeys(types), key=types.count) if types else ""
     table: dict[tuple[int, str], dict[tuple[str, str], dict[Problem, Row]]] = {}
     for case in result.cases:
         panel = table.setdefault((case.attention.head_dim, case.attention.mask), {})
         for row in (r for r in case.rows if r.bytes is None):  # the others have no operations to count
-            name = row.function if case.attention.dtype == usual else f"{row.function} {case.attention.dtype}"
+            name = row.function if case.attention.products == usual else f"{row.function} {case.attention.products}"
             panel.setdefault((row.kind, name), {})[case.problem] = row
     out = []
     for (head_dim, mask), found in sorted(table.items(), key=lambda item: (item[0][0], item[0][1] != "full", item[0][1])):

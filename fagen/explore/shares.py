@@ -60,7 +60,7 @@ def recorded(plan: Plan, problem: Problem, report: CompileReport | None = None, 
     for entry in (e for table in tuned.builtin_tables() for e in table.entries):
         a, m = plan.attention, entry.measured
         key = (entry.dtype, entry.head_dim, entry.mask, m.problem)
-        if key == (a.dtype, a.head_dim, a.mask, str(problem)) and entry.schedule == plan.schedule:
+        if key == (a.products, a.head_dim, a.mask, str(problem)) and entry.schedule == plan.schedule:
             ms = flops(a, problem) / m.tflops / 1e9
             cost = predict(plan, problem, report, device)
             source = f"the tuned table, {m.date}"

@@ -46,7 +46,7 @@ def summaries(result: BenchResult) -> tuple[Summary, ...]:
                 groups.setdefault(case.attention.label, []).append((case, t))
             if len(groups) > 1:
                 for case, t in timed:
-                    groups.setdefault(f"all {case.attention.dtype}", []).append((case, t))
+                    groups.setdefault(f"all {case.attention.products}", []).append((case, t))
             found += [_summary(function, load, group, of) for group, of in groups.items()]
     return tuple(found)
 

@@ -11,6 +11,7 @@ from typing import Any
 from ..attention import Attention
 from ..errors import InputError, ScheduleError
 from ..plan.rules import check
+from ..plan.steps import DTYPE_BYTES
 from ..schedule import Schedule
 
 Axes = Mapping[str, Sequence[Any]]
@@ -62,9 +63,10 @@ def default_axes(attention: Attention, base: Schedule) -> dict[str, tuple[Any, .
     if base.mma != "wgmma":
         return dict(MMA_SYNC_AXES)
     axes = dict(WGMMA_AXES.get(attention.head_dim, WGMMA_AXES[128]))
-    if attention.v_dtype == "e4m3":
+    if attention.value_dtype == "e4m3":
         axes["tile_kv"] = E4M3_TILE_KV.get(attention.head_dim, E4M3_TILE_KV[128])
-        axes["q_operand"] = (None, "registers")  # in 16 bits Q takes twice the registers and saves half as much: never the fastest
+    if DTYPE_BYTES[attention.dtype] == 1:  # in 16 bits Q takes twice the registers and saves half as much: never the fastest
+        axes["q_operand"] = (None, "registers")
     if attention.causal:
         axes["skip_masked"] = (False, True)
     return axes | SOFTMAX_AXES

@@ -109,14 +109,16 @@ def _exact(torch: Any, attention: Attention, q: Any, k: Any, v: Any, hidden: Any
 
 def _rounded(torch: Any, attention: Attention, q: Any, k: Any, v: Any, hidden: Any | None, p_scale: float) -> tuple[Any, Any]:
     """The baseline: float32 scores and sums, P (times `p_scale`) and the output rounded to their types."""
-    p_type, out_type = (getattr(torch, FRAMEWORK_NAMES[t]) for t in (attention.v_dtype, attention.output_dtype))
+    p_type, out_type = (getattr(torch, FRAMEWORK_NAMES[t]) for t in (attention.value_dtype, attention.output_dtype))
     s = _tensor_core(torch, attention.dtype, q, k.T) * attention.softmax_scale
     s = s if hidden is None else s.masked_fill(hidden, float("-inf"))
     top = s.amax(dim=1, keepdim=True)
     blind = torch.isneginf(top)
     p = torch.exp(s - top.masked_fill(blind, 0.0))
     total = p.sum(dim=1, keepdim=True)
-    out = _tensor_core(torch, attention.v_dtype, (p * p_scale).to(p_type).float(), v) / (total * p_scale).masked_fill(blind, 1.0)
+    out = _tensor_core(torch, attention.value_dtype, (p * p_scale).to(p_type).float(), v) / (total * p_scale).masked_fill(
+        blind, 1.0
+    )
     return out.to(out_type), (top + torch.log(total)).squeeze(1)
 
 

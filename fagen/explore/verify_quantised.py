@@ -26,7 +26,7 @@ def dequantised(torch: Any, attention: Attention, quantiser: Quantiser, q: Any, 
     return (
         _rounded(torch, of_q, quantiser, quantiser.tile_q, group, quantiser.dtype),
         _rounded(torch, of_k, quantiser, quantiser.tile_kv, 1, quantiser.dtype),
-        _rounded(torch, of_v, quantiser, quantiser.tile_kv, 1, "e4m3"),
+        of_v if quantiser.v_dtype is None else _rounded(torch, of_v, quantiser, quantiser.tile_kv, 1, quantiser.v_dtype),
         shift,
     )
 

@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 def largest_weight(attention: Attention, schedule: Schedule | None) -> float:
     """What a row's largest weight is where it is rounded to P's type. Against a running maximum it is a power of two, 2^8 in e4m3, which
     nothing is lost of; against a stale one it is any number, here one that rounding changes by half of the most."""
-    eight = attention.v_dtype == "e4m3"
+    eight = attention.value_dtype == "e4m3"
     if schedule is None or schedule.reference == "running":
         return E4M3_P_SCALE if eight else 1.0
-    return (E4M3_P_SCALE_STALE if eight else 1.0) * (1 + half_step(attention.v_dtype) / 2)
+    return (E4M3_P_SCALE_STALE if eight else 1.0) * (1 + half_step(attention.value_dtype) / 2)
 
 
 def baseline(attention: Attention, q: Array, k: Array, v: Array, **descales: Unpack[Descales]) -> tuple[Array, F32]:
@@ -96,8 +96,8 @@ def baseline_rows(
             s -= np.where(blind, np.float32(0), m)
             p = np.exp(s, out=s)
             total = (p if share is None else p / share).sum(axis=2, keepdims=True)
-            p = rounded(p * p_scale, attention.v_dtype)
-            o = tensor_core(p.reshape(-1, p.shape[2]), block.v, attention.v_dtype).reshape(*p.shape[:2], -1) / np.where(
+            p = rounded(p * p_scale, attention.value_dtype)
+            o = tensor_core(p.reshape(-1, p.shape[2]), block.v, attention.value_dtype).reshape(*p.shape[:2], -1) / np.where(
                 blind, np.float32(1), total * p_scale
             )
             out[block.batch, block.rows, block.heads] = o.transpose(1, 0, 2) * np.float32(block.out_scale)

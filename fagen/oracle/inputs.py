@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
+from typing import cast as typed
 
 import numpy as np
 
@@ -38,7 +39,7 @@ class CheckProblem(Problem):
 @dataclass(frozen=True)
 class Case:
     """Inputs of a check problem: q, k and v as the oracle takes them, `given_v` as the kernel does (v itself, or V transposed); the
-    descales (none, or all three float32 arrays; int8 always has them) as the kernel takes them, and `row_descales` as the oracle does."""
+    descales (none, or float32 arrays of all that the attention has; int8 always has them) as the kernel takes them, and `row_descales` as the oracle does."""
 
     q: Array
     k: Array
@@ -57,7 +58,8 @@ def make_case(attention: Attention, schedule: Schedule, problem: CheckProblem, *
     if units != (1.0, 1.0) or problem.inputs in ("descaled", "uneven"):
         uneven = UNEVEN / 2 if attention.output_dtype == "fp16" else UNEVEN  # fp16 ends at 65504
         spread = uneven if problem.inputs == "uneven" else 1.0 if problem.inputs == "descaled" else 0.0
-        descales = make_descales(problem, schedule, seed=seed, layout=problem.layout, v_spread=spread, units=units)
+        made = make_descales(problem, schedule, seed=seed, layout=problem.layout, v_spread=spread, units=units)
+        descales = typed(Descales, {n: x for n, x in made.items() if n in attention.descales})
     return Case(q, k, v, given, descales, by_row(schedule, problem, descales))
 
 
@@ -136,7 +138,7 @@ def make_inputs(
     layout: Layout = "contiguous",
 ) -> tuple[Array, Array, Array]:
     """q, k, v of the attention's dtype for the problem, the same for the same seed on every machine. int8: q and k as multiples of
-    `int8_units`, which a call gives as descales.
+    `int8_units`, which a call gives as descales, and v of its own type.
 
     `inputs`: "normal": N(0, amplitude²). "sink": the first four keys score about 8 above the rest (natural units), as the first
     tokens of a language model do. "growing": scores rise along the keys by 100 in all, so that a running maximum moves at every
@@ -161,7 +163,7 @@ def make_inputs(
             k[..., 0] = (np.linspace(0.0, 100.0, problem.sk) * per_unit)[:, None]
     q_unit, k_unit = int8_units(attention, inputs, amplitude)
     q, k = q / np.float32(q_unit), k / np.float32(k_unit)
-    return _laid_out(cast(q, attention.dtype), cast(k, attention.dtype), cast(v, attention.v_dtype), layout)
+    return _laid_out(cast(q, attention.dtype), cast(k, attention.dtype), cast(v, attention.value_dtype), layout)
 
 
 def int8_units(attention: Attention, inputs: Inputs, amplitude: float = 1.0) -> tuple[float, float]:
@@ -185,10 +187,11 @@ def _laid_out(q: Array, k: Array, v: Array, layout: Layout) -> tuple[Array, Arra
         if q.shape[1] != k.shape[1] or q.shape[3] != v.shape[3]:
             raise InputError("layout", "fused needs seqlen_q = seqlen_k and head_dim = head_dim_v")
         hq, hkv = q.shape[2], k.shape[2]
-        bits = f"u{q.dtype.itemsize}"  # int8 and e4m3 side by side are one tensor of bytes
-        fused = np.concatenate([x.view(bits) for x in (q, k, v)], axis=2)
+        # int8 beside another type is one tensor of bytes, a 16-bit v as two of its heads for each of v's
+        bits = [x.view(f"u{q.dtype.itemsize}").reshape(*x.shape[:2], x.shape[2] * x.itemsize // q.itemsize, -1) for x in (q, k, v)]
+        fused = np.concatenate(bits, axis=2)
         parts = fused[:, :, :hq], fused[:, :, hq : hq + hkv], fused[:, :, hq + hkv :]
-        mine, its, values = (part.view(x.dtype) for part, x in zip(parts, (q, k, v)))
+        mine, its, values = (part.reshape(*x.shape[:3], -1).view(x.dtype) for part, x in zip(parts, (q, k, v)))
         return mine, its, values
     if layout == "transposed":
         return _transposed(q), _transposed(k), _transposed(v)
@@ -255,7 +258,7 @@ def check_problems(attention: Attention, schedule: Schedule) -> tuple[CheckProbl
         at(300, 170, batch=2, hq=4, hkv=2, inputs="descaled")
         at(64, 0, batch=2, hq=4, hkv=2, inputs="descaled")
         at(3 * tq + 1, tk + 1, batch=3, hq=44, hkv=4, inputs="descaled")
-        if schedule.scale_granularity == "block":
+        if schedule.scale_granularity == "block" and "v_descale" in attention.descales:
             for sq, sk, hq in ((tq + 1, 5 * tk + 1, 2), (2 * tq, 9 * tk, 4), (300, 2 * tk - 1, 2), (1, 4 * tk, 2)):
                 at(sq, sk, batch=2, hq=hq, hkv=2, inputs="uneven")
     # Four query tiles in each of 3 · 44 heads: 528 tiles, more than three for each of 132 CTAs (SMs of an H100 SXM or H200); and a longer sequence.

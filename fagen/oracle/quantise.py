@@ -52,7 +52,9 @@ class Quantiser:
     """Rows; with granularity "block"."""
     tile_kv: int | None = None
     dtype: str = "e4m3"
-    """Of q and k: "e4m3" or "int8". v is e4m3."""
+    """Of q and k: "e4m3" or "int8"."""
+    v_dtype: str | None = "e4m3"
+    """Of v: "e4m3"; None: v stays as it is, and has no descale."""
 
     def __post_init__(self) -> None:
         if self.granularity not in GRANULARITIES:
@@ -79,7 +81,8 @@ class Quantised:
     v: Array
     q_descale: F32
     k_descale: F32
-    v_descale: F32
+    v_descale: F32 | None
+    """None where v stays as it is."""
     k_mean: F32 | None
     """(batch, kv_heads, head_dim), what was subtracted; None without `smooth_k`."""
 
@@ -90,7 +93,7 @@ class Quantised:
         return (
             _times(self.q, self.q_descale, tile_q, group if self.quantiser.granularity == "head" else 1),
             _times(self.k, self.k_descale, tile_kv, 1),
-            _times(self.v, self.v_descale, tile_kv, 1),
+            self.v.astype(np.float32) if self.v_descale is None else _times(self.v, self.v_descale, tile_kv, 1),
         )
 
 
@@ -114,7 +117,7 @@ def quantise(q: Array, k: Array, v: Array, quantiser: Quantiser, *, k_mean: F32 
     group = max(1, q.shape[2] // max(1, k.shape[2]))
     of_q, scale_q = _scaled(xq, quantiser, quantiser.tile_q, group, quantiser.dtype)
     of_k, scale_k = _scaled(xk, quantiser, quantiser.tile_kv, 1, quantiser.dtype)
-    of_v, scale_v = _scaled(xv, quantiser, quantiser.tile_kv, 1, "e4m3")
+    of_v, scale_v = (v, None) if quantiser.v_dtype is None else _scaled(xv, quantiser, quantiser.tile_kv, 1, quantiser.v_dtype)
     return Quantised(quantiser, of_q, of_k, of_v, scale_q * rotated, scale_k * rotated, scale_v, k_mean)
 
 

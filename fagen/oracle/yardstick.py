@@ -3,7 +3,7 @@ from it; where the plan quantises, its baseline quantises too."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +34,10 @@ def quantiser_of(schedule: Schedule) -> Quantiser | None:
     if schedule.precision is None:
         return None
     by = granularity(schedule)
-    blocks = {"tile_q": schedule.tile_q, "tile_kv": schedule.tile_kv} if by == "block" else {}
-    return Quantiser(granularity=by, hadamard=schedule.hadamard, smooth_k=schedule.smooth_k, dtype=schedule.precision, **blocks)
+    more: dict[str, Any] = {"dtype": "int8", "v_dtype": None} if schedule.precision == "int8_qk" else {"dtype": schedule.precision}
+    if by == "block":
+        more |= {"tile_q": schedule.tile_q, "tile_kv": schedule.tile_kv}
+    return Quantiser(granularity=by, hadamard=schedule.hadamard, smooth_k=schedule.smooth_k, **more)
 
 
 def yardstick(

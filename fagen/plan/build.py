@@ -130,7 +130,7 @@ def _kernel(
     inputs = tuple(Gmem(n, a.dtype_of(n), v_dims if n == "v" else dims, "in") for n in ("q", "k", "v"))
     outputs = (Gmem("out", a.output_dtype, dims, "out"), Gmem("lse", "fp32", ("batch", "heads", "seq"), "out"))
     counter = (Gmem("counter", "i32", ("2",), "workspace"),) if tiles.dynamic else ()
-    descales = scales.tensors(s) if a.has_descales else ()
+    descales = scales.tensors(a, s)
     by_pointer = (*(() if maps else inputs), *outputs, *descales, *counter)
     strided = [g.name for g in by_pointer if g.dims == dims]
     strides = tuple(Param(f"{n}_{x}", "i64", sym(f"{n}_{x}")) for n in strided for x in ("sb", "ss", "sh"))
@@ -140,7 +140,7 @@ def _kernel(
         min_ctas=1,
         gmem=(*inputs, *outputs, *descales, *counter),
         pointers=tuple(g.name for g in by_pointer),
-        params=(*strides, *(scales.params(s) if descales else ()), *tiles.params()),
+        params=(*strides, *scales.params(a, s), *tiles.params()),
         maps=maps,
         smem=smem,
         mbars=barriers.derive(placed, roles, smem),

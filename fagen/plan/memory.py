@@ -17,11 +17,11 @@ def tiles_of(attention: Attention, schedule: Schedule) -> tuple[Smem, ...]:
     a, s = attention, schedule
     q = _tile("Q", s.tile_q, a.head_dim, a.dtype, s.slots_q)
     k = _tile("K", s.tile_kv, a.head_dim, a.dtype, s.stages_k)
-    if a.v_dtype != "e4m3":
-        return q, k, _tile("V", s.tile_kv, a.dv, a.v_dtype, s.stages_v)
+    if a.value_dtype != "e4m3":
+        return q, k, _tile("V", s.tile_kv, a.dv, a.value_dtype, s.stages_v)
     # 8-bit tensor core operands are K-major: V must stand with its keys along the row, given so or transposed in the kernel.
-    v = Smem("V", a.dv, s.tile_kv, a.v_dtype, s.stages_v)
-    return (q, k, v) if s.v_transposed else (q, k, _tile("V_raw", s.tile_kv, a.dv, a.v_dtype, s.stages_k), v)
+    v = Smem("V", a.dv, s.tile_kv, a.value_dtype, s.stages_v)
+    return (q, k, v) if s.v_transposed else (q, k, _tile("V_raw", s.tile_kv, a.dv, a.value_dtype, s.stages_k), v)
 
 
 def parts_of(attention: Attention, schedule: Schedule) -> tuple[Smem, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..attention import Attention
+from ..attention import EIGHT_BIT_TYPES, Attention
 from ..schedule import Schedule
 
 
@@ -10,16 +10,20 @@ def attended(attention: Attention, schedule: Schedule) -> tuple[Attention, Sched
     """The attention on the quantised tensors, and its schedule: the pair itself without `precision`."""
     if schedule.precision is None:
         return attention, schedule
-    return (
-        attention.replace(dtype=schedule.precision, out_dtype=attention.output_dtype),
-        schedule.replace(precision=None, hadamard=False, smooth_k=False),
-    )
+    return quantised(attention, schedule.precision), schedule.replace(precision=None, hadamard=False, smooth_k=False)
+
+
+def quantised(attention: Attention, precision: str) -> Attention:
+    """What 16-bit `attention` becomes under a `precision`: "int8_qk" leaves v as it is."""
+    types = {"dtype": "int8", "v_dtype": attention.dtype} if precision == "int8_qk" else {"dtype": precision}
+    return attention.replace(out_dtype=attention.output_dtype, **types)
 
 
 def names(attention: Attention, schedule: Schedule) -> dict[str, str]:
-    """Tensor → what holds it in 8 bits: a workspace, or an output of a plan that only quantises."""
+    """Tensor → what holds it in 8 bits: a workspace, or an output of a plan that only quantises. Only those that are quantised."""
     inner, _ = attended(attention, schedule)
-    return {t: f"{t}_{inner.dtype_of(t)}" for t in ("q", "k", "v")}
+    types = {t: inner.dtype_of(t) for t in ("q", "k", "v")}
+    return {t: f"{t}_{dtype}" for t, dtype in types.items() if dtype in EIGHT_BIT_TYPES}
 
 
 def granularity(schedule: Schedule) -> str:

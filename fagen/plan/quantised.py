@@ -12,11 +12,11 @@ from functools import cached_property
 
 from . import memory
 from .expr import Expr, as_expr, ceildiv, maximum, sym
-from .kernel import DESCALES, KernelPlan, Param, Plan, Problem, TensorMapRecipe, Workspace
+from .kernel import KernelPlan, Param, Plan, Problem, TensorMapRecipe, Workspace
 from .ladder import DIMS, Kernels, Space
 from .precision import granularity, names
 from .quantise_steps import LoadRows, StageRows
-from .roles.quantise import SHIFTED, TENSORS, Quantise
+from .roles.quantise import SHIFTED, Quantise
 from .steps import DTYPE_BYTES, Body, Gmem, LoadScale, Role, Smem, TmaLoad, bodies, number, walk
 from .tiles import BATCH, HKV, HQ, SK, SQ, Tiles
 
@@ -55,10 +55,14 @@ class Quantised:
     def build(self) -> Quantise:
         return Quantise(self.tiles)
 
-    @cached_property
+    @property
     def names(self) -> dict[str, str]:
         """Tensor → the workspace (or output) that holds it in 8 bits."""
-        return names(self.tiles.attention, self.tiles.schedule)
+        return self.build.names
+
+    @property
+    def descales(self) -> tuple[str, ...]:
+        return tuple(f"{t}_descale" for t in self.names)
 
     # memory -------------------------------------------------------------------------------------------------------------
 
@@ -66,10 +70,10 @@ class Quantised:
         """Everything the kernels leave for one another."""
         d, build = as_expr(self.tiles.attention.head_dim), self.build
         out = [Space(n, build.type_of(t), SQ if t == "q" else SK, d, heads=HQ if t == "q" else HKV) for t, n in self.names.items()]
-        out += [self._of_scales(f"{t}_descale", t) for t in TENSORS]
+        out += [self._of_scales(f"{t}_descale", t) for t in self.names]
         if build.by != "block":
-            out += [self._of_scales(f"{t}_inverse", t) for t in TENSORS]
-            for t in TENSORS:
+            out += [self._of_scales(f"{t}_inverse", t) for t in self.names]
+            for t in self.names:
                 parts = as_expr(1) if t == "k" and build.smooth else build.parts(t, True)
                 out.append(Space(f"{t}_maxima", "fp32", parts, as_expr(1), heads=HQ if t == "q" else HKV))
         if build.smooth:
@@ -89,7 +93,7 @@ class Quantised:
 
     def outputs(self) -> tuple[str, ...]:
         """Of a plan that only quantises."""
-        return (*self.names.values(), *DESCALES, *((SHIFTS,) if self.build.smooth else ()))
+        return (*self.names.values(), *self.descales, *((SHIFTS,) if self.build.smooth else ()))
 
     def contiguous(self, params: tuple[Param, ...]) -> tuple[Param, ...]:
         """Strides of (batch, seq, heads, head_dim) for the quantised tensors."""
@@ -111,24 +115,25 @@ class Quantised:
         if block and smooth:
             out.append(self._kernel("measure", build.measure(), ("k",), columns, sym("k_ctas"), streams=True))
         elif not block:
-            maxima = ("q_maxima", *(columns if smooth else ("k_maxima",)), "v_maxima")
-            out.append(self._by_tensor("measure", build.measure(), maxima, streams=True))
+            kept = ((columns if smooth and t == "k" else (f"{t}_maxima",)) for t in self.names)
+            out.append(self._by_tensor("measure", build.measure(), tuple(n for of in kept for n in of), streams=True))
         if smooth:
             largest = () if block else ("k_maxima",)
             out.append(self._kernel("mean", build.mean(), (), (*columns, "k_mean", *largest), pairs, streams=True))
         if not block:
-            names = (*(f"{t}_maxima" for t in TENSORS), *(f"{t}_inverse" for t in TENSORS), *DESCALES)
-            each = as_expr(1) if build.by == "tensor" else pairs
-            scales = self._kernel("scales", build.scales(), (), names, each * 3, streams=True)
-            out.append(replace(scales, kinds=(each, each * 2)))
-        scales_of = DESCALES if block else tuple(f"{t}_inverse" for t in TENSORS)
+            names = (*(f"{t}_maxima" for t in self.names), *(f"{t}_inverse" for t in self.names), *self.descales)
+            each, count = as_expr(1) if build.by == "tensor" else pairs, len(self.names)
+            scales = self._kernel("scales", build.scales(), (), names, each * count, streams=True)
+            out.append(replace(scales, kinds=(each, each * 2)[: count - 1]))
+        scales_of = self.descales if block else tuple(f"{t}_inverse" for t in self.names)
         means = ("k_mean", SHIFTS) if smooth else ()
         out.append(self._by_tensor("quantise", build.quantise(), (*self.names.values(), *scales_of, *means), streams=not block))
         return tuple(out)
 
     def _by_tensor(self, name: str, role: Role, spaces: tuple[str, ...], streams: bool) -> KernelPlan:
-        q, k = sym("q_ctas"), sym("k_ctas")
-        return replace(self._kernel(name, role, TENSORS, spaces, q + k * 2, streams=streams), kinds=(q, q + k))
+        q, k, others = sym("q_ctas"), sym("k_ctas"), len(self.names) - 1
+        kernel = self._kernel(name, role, tuple(self.names), spaces, q + k * others, streams=streams)
+        return replace(kernel, kinds=(q, q + k)[:others])
 
     def _kernel(
         self, name: str, role: Role, tensors: tuple[str, ...], spaces: tuple[str, ...], grid: Expr, streams: bool
@@ -204,9 +209,9 @@ class Quantised:
     # the attention kernel -----------------------------------------------------------------------------------------------
 
     def reading(self, kernel: KernelPlan) -> KernelPlan:
-        """The kernel for 8-bit tensors, its inputs taken from the workspaces."""
+        """The kernel for 8-bit tensors, its inputs taken from the workspaces; a v that stays as it is, from the caller's tensor."""
         strides = {p.name: p for s in self.spaces() for p in s.params()}
-        inputs = {**self.names, **{n: n for n in DESCALES}}
+        inputs = {**self.names, **{n: n for n in self.descales}}
         return replace(
             kernel,
             gmem=tuple(
@@ -219,6 +224,8 @@ class Quantised:
         )
 
     def _map(self, recipe: TensorMapRecipe, strides: Mapping[str, Param]) -> TensorMapRecipe:
+        if recipe.tensor not in self.names:  # the caller's own v
+            return recipe
         name = self.names[recipe.tensor]
         least = self.tiles.attention.head_dim  # a tensor without rows is never loaded, but its map must encode
         values = {f"{recipe.tensor}_{x}": maximum(strides[f"{name}_{x}"].value, least) for x in ("sb", "ss", "sh")}
@@ -230,7 +237,7 @@ class Quantised:
         out = []
         for step in body:
             if isinstance(step, TmaLoad):
-                step = replace(step, src=self.names[step.src])
+                step = replace(step, src=self.names.get(step.src, step.src))
             elif isinstance(step, LoadScale) and "v_descale" not in step.factors:
                 step = replace(step, least=STANDS_FOR_ZERO, keeps_nan=self.build.type_of("q") == "int8")
             out.append(replace(step, **{f: self._renamed(b) for f, b in bodies(step)}))  # type: ignore[arg-type]
@@ -244,10 +251,10 @@ def idle(plan: Plan, problem: Problem) -> bool:
 
 
 def moved_bytes(plan: Plan, problem: Problem) -> int:
-    """What the kernels of a plan that quantise move of tensors: q, k and v as often as they read them, the 8-bit copies once."""
+    """What the kernels of a plan that quantise move of tensors: q, k and v (if quantised) as often as they read them, the 8-bit copies once."""
     p, d = problem, plan.attention.head_dim
     elements = {"q": p.batch * p.sq * p.hq * d, "k": p.batch * p.sk * p.hkv * d, "v": p.batch * p.sk * p.hkv * d}
-    total = sum(elements.values())  # of one byte
+    total = sum(elements[t] for t in names(plan.attention, plan.schedule))  # of one byte
     for kernel in plan.part("quantise").kernels:
         read = {s.src for r in kernel.roles for s in walk(r.body) if isinstance(s, (LoadRows, StageRows))}
         total += sum(elements[t] for t in read) * DTYPE_BYTES[plan.attention.dtype]

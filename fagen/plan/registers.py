@@ -51,6 +51,8 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
         if (s.loop_order, s.partition, s.normalise, s.movement) != ("q_outer", "split_q", "once", "cp_async"):
             return 56 + _ladder_overhead(attention, s)
         return 60 + 2 * copies // blocks + 18 * (blocks - 1) + 32 * (s.parallelism == "batch_heads") + 8 * _one_slot(s) + 24 * deep
+    if attention.products == "int8_qk":
+        return _int8_qk_more(attention, s) + overhead(attention.replace(dtype=attention.value_dtype, v_dtype=None), s)
     beside_product = s.overlap in ("within", "both")  # the softmax runs while P·V still holds P and O
     wide = (attention.dv - 64) // 16
     if s.roles == "uniform":
@@ -59,7 +61,7 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
         return _q_in_registers(attention, s)
     if s.stages_q == 2:
         return _second_q(attention, s) + overhead(attention, s.replace(stages_q=None))
-    if attention.v_dtype == "e4m3":
+    if attention.value_dtype == "e4m3":
         return _e4m3_overhead(attention, s)
     if s.reference == "stale":
         joined_in_order = attention.causal and s.fuse_tiles and s.parallelism == "persistent_static"
@@ -77,16 +79,24 @@ def overhead(attention: Attention, schedule: Schedule) -> int:
 
 def _q_in_registers(attention: Attention, s: Schedule) -> int:
     """With Q in registers: wide 8-bit heads with a stale reference keep no address of Q's slot and need less, others as much or more."""
-    eight = attention.v_dtype == "e4m3"
+    eight = attention.value_dtype == "e4m3"
     if eight and attention.dv > 128 and s.reference == "stale":
         return 24
     more = not eight or s.consumers == 4 or s.scale_granularity == "block"
     return 8 * more + overhead(attention, s.replace(q_operand=None))
 
 
+def _int8_qk_more(attention: Attention, s: Schedule) -> int:
+    """What int8 scores take more than 16-bit ones, P and V being the same: nothing but in these corners."""
+    if attention.causal and s.stages_q == 2 and s.consumers == 2 and s.reference == "running" and s.overlap in ("pingpong", "both"):
+        return 16 if attention.dv == 64 else 8
+    crowded = s.reference == "stale" and s.consumers == 4 or s.roles == "uniform" and s.overlap == "none"
+    return 8 if crowded and s.scale_granularity == "block" else 0
+
+
 def _second_q(attention: Attention, s: Schedule) -> int:
     """What a second slot for Q takes: two consumers keep more of its address than three or four, who have no room for it."""
-    half = attention.v_dtype != "e4m3"
+    half = attention.value_dtype != "e4m3"
     wide = 44 * (half and attention.dv > 128)
     if s.consumers != 2:
         return wide
@@ -152,7 +162,7 @@ def launch_registers(threads: int, registers_per_sm: int = 65536) -> int:
 
 def tile_registers(attention: Attention, schedule: Schedule) -> dict[str, int]:
     """Registers a computing thread holds for tiles where it holds most, by name: S, P and O (and Q if there is room)."""
-    size = DTYPE_BYTES[attention.dtype]
+    size = DTYPE_BYTES[attention.value_dtype]
     if schedule.mma == "wgmma":
         rows, lanes = 64, 128
     else:
@@ -242,7 +252,7 @@ def _one_slot(schedule: Schedule) -> bool:
 
 def transposes(attention: Attention, schedule: Schedule) -> bool:
     """V is transposed in the kernel."""
-    return attention.v_dtype == "e4m3" and not schedule.v_transposed
+    return attention.value_dtype == "e4m3" and not schedule.v_transposed
 
 
 def compute_registers(attention: Attention, schedule: Schedule) -> int:

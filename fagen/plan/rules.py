@@ -21,6 +21,7 @@ from .precision import attended
 CHOICES: dict[str, tuple[object, ...]] = {
     # attention
     "dtype": ("bf16", "fp16", "e4m3", "int8"),
+    "v_dtype": (None, "e4m3", "bf16", "fp16"),
     "out_dtype": (None, "bf16", "fp16"),
     "mask": ("full", "causal", "window"),
     "sink": (False, True),
@@ -43,7 +44,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
     "normalise": ("once", "each_step"),
     "reference": ("running", "stale"),
     "scale_granularity": (None, "tensor", "head", "block"),
-    "precision": (None, "e4m3", "int8"),
+    "precision": (None, "e4m3", "int8", "int8_qk"),
     "hadamard": (False, True),
     "smooth_k": (False, True),
     "v_transposed": (False, True),
@@ -120,6 +121,9 @@ def values(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
     elif a.head_dim_v is not None and (not _is_int(a.head_dim_v) or a.head_dim_v != a.head_dim):
         message = f"{a.head_dim_v!r} differs from head_dim {a.head_dim}; V must have as many columns as Q and K"
         yield Violation("head-dim-v", "head_dim_v", message, (None, a.head_dim))
+    if a.v_dtype is not None and a.dtype != "int8":
+        message = f"{a.v_dtype!r} given, but v is of q's and k's type {a.dtype}; only with dtype 'int8' does it have its own"
+        yield Violation("v-dtype", "v_dtype", message, (None,))
     if a.scale is not None and not (_is_number(a.scale) and SCALES[0] <= a.scale <= SCALES[1]):
         yield Violation(
             "scale",
@@ -199,17 +203,19 @@ def structure(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
 
 
 def _structure_quantised(a: Attention, s: Schedule) -> Iterator[Violation]:
-    """Kernels that quantise stand before a WGMMA kernel for 8-bit tensors that transposes V itself."""
+    """Kernels that quantise stand before a WGMMA kernel for 8-bit tensors, which transposes an 8-bit V itself."""
     if s.precision is None:
         for field, what in (("hadamard", "rotates q and k"), ("smooth_k", "takes k's mean off")):
             if getattr(s, field):
-                message = f"{what} before they are rounded to 8 bits, which needs precision 'e4m3' or 'int8' and 16-bit tensors"
+                message = f"{what} before they are rounded to 8 bits, which needs precision 'e4m3', 'int8' or 'int8_qk' and 16-bit tensors"
                 yield Violation(field.replace("_", "-"), field, message, (False,))
         return
     if a.has_descales:
         yield Violation("precision", "precision", f"given with {a.dtype} tensors, which are quantised already", (None,))
     elif s.mma != "wgmma":
         yield Violation("precision", "precision", f"{s.precision} has no fast path on {s.mma}", (None,))
+    elif s.precision == "int8_qk":  # its V is not touched: what holds of a 16-bit V, holds of it
+        return
     elif s.v_transposed:
         message = "is for an e4m3 V given so; one that the plan quantises is transposed in the attention kernel"
         yield Violation("v-transposed", "v_transposed", message, (False,))
@@ -219,16 +225,16 @@ def _structure_quantised(a: Attention, s: Schedule) -> Iterator[Violation]:
 
 
 def _structure_precision(a: Attention, s: Schedule) -> Iterator[Violation]:
-    if a.v_dtype != "e4m3":
-        if s.v_transposed:
-            yield Violation("v-transposed", "v_transposed", f"is for an e4m3 V; {a.dtype} V is read as it is", (False,))
-        return
-    if s.mma != "wgmma":
+    if a.has_descales and s.mma != "wgmma":
         yield Violation("dtype", "dtype", f"{a.dtype} has no fast path on {s.mma}", ("bf16", "fp16"))
         return
     if a.dtype == "int8" and a.head_dim > INT8_DEPTH:
         message = f"scores of int8 values over {a.head_dim} columns may pass 2^24, from where float32 loses their last bits"
         yield Violation("head-dim", "head_dim", message, tuple(d for d in HEAD_DIMS if d <= INT8_DEPTH))
+    if a.value_dtype != "e4m3":
+        if s.v_transposed:
+            yield Violation("v-transposed", "v_transposed", f"is for an e4m3 V; {a.value_dtype} V is read as it is", (False,))
+        return
     if s.tile_kv % 32:
         legal = tuple(range(32, MAX_TILE_KV + 1, 32))
         yield _nearest_int("tile-kv", "tile_kv", s.tile_kv, legal, "is not a multiple of 32, the depth of one e4m3 product")
@@ -464,7 +470,13 @@ def _fitting(attention: Attention, s: Schedule, fits: Callable[[Schedule], bool]
     Those that make the schedule legal, if there are any."""
     smaller = ({"tile_kv": kv} for kv in range(s.tile_kv - 16, 0, -16))
     fewer = ({"stages": n} for n in range(max(s.stages_k, s.stages_v) - 1, 0, -1))
-    knobs = (smaller, fewer, [{"stages_q": None}] * (s.stages_q == 2), [{"q_operand": None}] * (s.q_operand is not None), [{"promote_every": None}] * (s.promote_every is not None))
+    knobs = (
+        smaller,
+        fewer,
+        [{"stages_q": None}] * (s.stages_q == 2),
+        [{"q_operand": None}] * (s.q_operand is not None),
+        [{"promote_every": None}] * (s.promote_every is not None),
+    )
     mending: list[str] = []
     legal: list[str] = []
     for changes in knobs:

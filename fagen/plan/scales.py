@@ -1,7 +1,7 @@
 """Quantisation scales of 8-bit tensors: what one covers, where it lies, and how a kernel applies it.
 
-An 8-bit tensor stands for itself times its *descale*. q's and k's multiply the scores, v's the output; `Schedule.scale_granularity` says
-what one number covers:
+An 8-bit tensor stands for itself times its *descale*. q's and k's multiply the scores, v's the output (a 16-bit v has none);
+`Schedule.scale_granularity` says what one number covers:
 
   tensor   q, k and v have one each
   head     (batch, KV heads) each, of any strides: the query heads of a group share q's
@@ -25,7 +25,7 @@ from ..attention import Attention
 from ..errors import Violation
 from ..schedule import Schedule
 from .expr import Expr, ceildiv, sym
-from .kernel import DESCALES, Param, Problem
+from .kernel import Param, Problem
 from .steps import Body, Gmem, Let, LoadScale, ScaleShift, Set, Var
 
 if TYPE_CHECKING:
@@ -48,14 +48,11 @@ def structure(a: Attention, s: Schedule) -> Iterator[Violation]:
         if s.scale_granularity is None and s.mma == "wgmma":  # 8-bit types on another unit are the mistake to speak of
             message = f"{a.dtype} tensors stand for multiples of scales; it must say what one covers"
             yield Violation("scale-granularity", "scale_granularity", message, ("head", "tensor", "block"))
-        return
-    if s.scale_granularity is not None:
-        message = (
-            f"{s.scale_granularity!r} given, but {a.dtype} tensors have no scales; precision 'e4m3' or 'int8' would quantise them"
-        )
+    elif s.scale_granularity is not None:
+        message = f"{s.scale_granularity!r} given, but {a.dtype} tensors have no scales; precision 'e4m3', 'int8' or 'int8_qk' would quantise them"
         yield Violation("scale-granularity", "scale_granularity", message, (None,))
-    if s.promote_every is not None:
-        message = f"{s.promote_every} given, but products of {a.dtype} are summed in float32"
+    if s.promote_every is not None and a.value_dtype != "e4m3":
+        message = f"{s.promote_every} given, but products of {a.value_dtype} are summed in float32"
         yield Violation("promote-every", "promote_every", message, (None,))
 
 
@@ -82,23 +79,23 @@ def dims(name: str, schedule: Schedule) -> tuple[str, ...]:
     return ("batch", "heads", "query_tiles") if name == "q_descale" else ("batch", "kv_heads", "key_blocks")
 
 
-def tensors(schedule: Schedule) -> tuple[Gmem, ...]:
-    return tuple(Gmem(n, "fp32", dims(n, schedule), "in") for n in DESCALES)
+def tensors(attention: Attention, schedule: Schedule) -> tuple[Gmem, ...]:
+    return tuple(Gmem(n, "fp32", dims(n, schedule), "in") for n in attention.descales)
 
 
-def params(schedule: Schedule) -> tuple[Param, ...]:
+def params(attention: Attention, schedule: Schedule) -> tuple[Param, ...]:
     """Strides of the arrays, and the numbers given instead of arrays (whose pointer is null). A tensor's scale has no place to compute;
     the strides of blocks follow from the sizes."""
     strides: tuple[Param, ...] = ()
     if schedule.scale_granularity == "head":
-        strides = tuple(Param(f"{n}_{x}", "i64", sym(f"{n}_{x}")) for n in DESCALES for x in ("sb", "sh"))
+        strides = tuple(Param(f"{n}_{x}", "i64", sym(f"{n}_{x}")) for n in attention.descales for x in ("sb", "sh"))
     elif schedule.scale_granularity == "block":
-        for name in DESCALES:
+        for name in attention.descales:
             mine = name == "q_descale"
             blocks = ceildiv(sym("sq"), schedule.tile_q) if mine else ceildiv(sym("sk"), schedule.tile_kv)
             heads = sym("hq") if mine else sym("hkv")
             strides += (Param(f"{name}_sb", "i64", heads * blocks), Param(f"{name}_sh", "i64", blocks))
-    return (*strides, *(Param(f"{n}_value", "f32", sym(f"{n}_value")) for n in DESCALES))
+    return (*strides, *(Param(f"{n}_value", "f32", sym(f"{n}_value")) for n in attention.descales))
 
 
 # steps --------------------------------------------------------------------------------------------------------------------
@@ -106,6 +103,11 @@ def params(schedule: Schedule) -> tuple[Param, ...]:
 
 def by_block(tiles: Tiles) -> bool:
     return tiles.schedule.scale_granularity == "block"
+
+
+def of_v(tiles: Tiles) -> bool:
+    """Whether v has descales: a 16-bit one stands for itself."""
+    return "v_descale" in tiles.attention.descales
 
 
 def of_tile(tiles: Tiles, head: Expr, head_kv: Expr, batch: Expr, m: Expr, step: type[Let] | type[Var] | type[Set]) -> Body:
@@ -127,24 +129,26 @@ def of_block(tiles: Tiles, head_kv: Expr, batch: Expr, j: Expr, prefix: str = ""
         return ()
     k = LoadScale(var=f"{prefix}block_scale", constant=1.0, times="score_scale", factors=("k_descale",))
     v = LoadScale(var=f"{prefix}v_scale", constant=1.0, factors=("v_descale",))
-    return (
-        *(replace(x, head=head_kv, batch=batch, block=j) for x in (k, v)),
-        ScaleShift(shift=f"{prefix}v_shift", weight=f"{prefix}v_weight", scale=f"{prefix}v_scale", least=LEAST_V_SCALE),
-    )
+    k, v = (replace(x, head=head_kv, batch=batch, block=j) for x in (k, v))
+    if not of_v(tiles):
+        return (k,)
+    shift = ScaleShift(shift=f"{prefix}v_shift", weight=f"{prefix}v_weight", scale=f"{prefix}v_scale", least=LEAST_V_SCALE)
+    return k, v, shift
 
 
 def of_softmax(tiles: Tiles, prefix: str = "") -> dict[str, str]:
     """Which scalars a softmax step uses, with the prefix of its block."""
     if not tiles.attention.has_descales:
         return {}
-    if by_block(tiles):
-        return {"scale": f"{prefix}block_scale", "shift": f"{prefix}v_shift", "weight": f"{prefix}v_weight"}
-    return {"scale": "score_scale"}
+    if not by_block(tiles):
+        return {"scale": "score_scale"}
+    of_p = {"shift": f"{prefix}v_shift", "weight": f"{prefix}v_weight"} if of_v(tiles) else {}
+    return {"scale": f"{prefix}block_scale", **of_p}
 
 
 def of_output(tiles: Tiles, head_kv: Expr, batch: Expr) -> Body:
-    """`out_scale`; none where P has v's scales."""
-    if not tiles.attention.has_descales or by_block(tiles):
+    """`out_scale`; none where P has v's scales, or v has none."""
+    if not of_v(tiles) or by_block(tiles):
         return ()
     return (_shared(tiles, LoadScale(var="out_scale", constant=1.0, factors=("v_descale",)), head_kv, batch),)
 

@@ -93,7 +93,7 @@ class Tiles:
             span, ranges = ceildiv(N_M, side_by_side), ceildiv(N_M, sym("span"))
             return (*(p for p in out if p.name != "total"), Param("span", "i32", span), Param("ranges", "i32", ranges))
         if a.causal:
-            kv_bytes = maximum(SK * ((a.head_dim + a.dv) * DTYPE_BYTES[a.dtype]), 1)
+            kv_bytes = maximum(SK * (a.head_dim * DTYPE_BYTES[a.dtype] + a.dv * DTYPE_BYTES[a.value_dtype]), 1)
             fit = minimum(BATCH * HQ, (self.target.l2_bytes // L2_SHARE) // kv_bytes)
             out += [
                 Param("section_heads", "i32", pow2floor(maximum(fit, 1))),

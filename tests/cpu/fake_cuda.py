@@ -258,27 +258,27 @@ def device_array(address: int, shape: Any, byte_strides: Any, dtype: str) -> Any
 def attention_kernel(plan: Plan) -> Callable[[int], None]:
     """What the plan's kernel does (full mask), in NumPy, from its launch arguments alone."""
     kernel, attention, schedule = plan.kernels[0], plan.attention, plan.schedule
-    size, out_size = (DTYPES[t].itemsize for t in (attention.dtype, attention.output_dtype))  # k and v are of one size
 
     def run(params: int) -> None:
         maps, p = read_arguments(kernel, params)
         hkv = p.hq // p.group
 
         def tensor(name: str) -> Any:
+            size = DTYPES[attention.dtype_of(name)].itemsize
             if name in maps:
                 address, chunk, rows, chunks, heads, batch, *rest = maps[name]
                 ss, cs, sh, sb = rest[:4]
                 if name == "v" and plan.schedule.v_transposed:  # what stands for a chunk of columns are the keys
-                    return device_array(address, (batch, heads, rows, chunk), (sb, sh, ss, size), attention.v_dtype).transpose(
+                    return device_array(address, (batch, heads, rows, chunk), (sb, sh, ss, size), attention.value_dtype).transpose(
                         0, 3, 1, 2
                     )
                 a = device_array(address, (batch, rows, heads, chunks, chunk), (sb, ss, sh, cs, size), attention.dtype_of(name))
                 return a.reshape(batch, rows, heads, chunks * chunk)
             rows, heads = (p.sq, p.hq) if name in ("q", "out") else (p.sk, hkv)
-            item, dtype = out_size if name == "out" else size, attention.dtype_of(name)
-            sb, ss, sh = (item * getattr(p, f"{name}_{x}") for x in ("sb", "ss", "sh"))
+            dtype = attention.dtype_of(name)
+            sb, ss, sh = (size * getattr(p, f"{name}_{x}") for x in ("sb", "ss", "sh"))
             width = attention.dv if name in ("v", "out") else attention.head_dim
-            return device_array(getattr(p, name), (batch_of(p), rows, heads, width), (sb, ss, sh, item), dtype)
+            return device_array(getattr(p, name), (batch_of(p), rows, heads, width), (sb, ss, sh, size), dtype)
 
         def descale(name: str) -> Any:
             """As (batch, 1 or rows, heads, 1)."""

@@ -14,7 +14,7 @@ import pytest
 from fagen import Attention, InputError, LaunchError, accuracy, npz
 from fagen.accuracy import gpu as on_gpu
 from fagen.accuracy import run
-from fagen.accuracy.recipes import INT8_WAYS, PROMOTIONS, WAYS
+from fagen.accuracy.recipes import INT8_QK_WAYS, INT8_WAYS, PROMOTIONS, WAYS
 from fagen.accuracy.run import MOST_SCORES, OnGpu, PeerRow, _rows_by_head
 from fagen.accuracy.table import agreement, best
 from fagen.accuracy.tensors import Part, given, in_half, parts, with_outliers
@@ -27,6 +27,7 @@ from fagen.oracle import cast, reference, simulate
 from fagen.oracle.quantise import GRANULARITIES
 from fagen.plan.kernel import Problem
 
+LABELS = [*(w.label for w in WAYS), *(f"int8 {w.label}" for w in INT8_WAYS), *(f"int8_qk {w.label}" for w in INT8_QK_WAYS)]
 SMALL = Problem(2, 400, 700, 4, 2)
 TINY = Problem(2, 200, 420, 2, 1)
 """Of tables: quick, and still several tiles, blocks and heads."""
@@ -72,14 +73,18 @@ def test_a_16_bit_schedule_has_one_row_and_an_e4m3_one_a_row_for_each_way() -> N
     (row,) = accuracy.recipes(*load("fa3"), "fp16")
     assert (row.label, row.attention.dtype, row.quantiser, row.refused) == ("fp16", "fp16", None, "")
     rows = accuracy.recipes(*load("fa3_fp8"), "fp16")
-    assert [r.label for r in rows] == [*(w.label for w in WAYS), *(f"int8 {w.label}" for w in INT8_WAYS)]
+    assert [r.label for r in rows] == LABELS
     assert not any(r.refused for r in rows)
-    assert [r.attention.dtype for r in rows] == ["e4m3"] * len(WAYS) + ["int8"] * len(INT8_WAYS)
+    products = ["e4m3"] * len(WAYS) + ["int8"] * len(INT8_WAYS) + ["int8_qk"] * len(INT8_QK_WAYS)
+    assert [r.attention.products for r in rows] == products
+    assert {r.attention.output_dtype for r in rows[: -len(INT8_QK_WAYS)]} == {"bf16"}
+    assert {(r.attention.value_dtype, r.attention.output_dtype) for r in rows[-len(INT8_QK_WAYS) :]} == {("fp16", "fp16")}
     same = load("fa3_fp8", dtype="int8", tile_kv=224)  # its own tiles are smaller
     assert accuracy.recipes(*same, "fp16") == rows, "whichever of the two the schedule is loaded for"
-    for way, r in zip((*WAYS, *INT8_WAYS), rows):
+    for way, r in zip((*WAYS, *INT8_WAYS, *INT8_QK_WAYS), rows):
         assert r.quantiser is not None
         assert r.quantiser.dtype == r.attention.dtype
+        assert r.quantiser.v_dtype == (None if r.attention.products == "int8_qk" else "e4m3")
         assert r.schedule.scale_granularity == r.quantiser.granularity == way.granularity
         assert (r.quantiser.hadamard, r.quantiser.smooth_k) == (way.hadamard, way.smooth_k)
         if way.granularity == "block":
@@ -129,9 +134,9 @@ def test_the_command_takes_the_paper_and_long_keys_unless_told_otherwise() -> No
     found = command.trials(items, command.Options())
     assert [t.title for t in found] == ["outliers", "32k keys", "32k keys, V around 1", "128k keys", "128k keys, V around 1"]
     assert found[0].source == accuracy.RandomSource(Problem(2, 4096, 4096, 16, 16), 128, 0)
-    assert [len(t.recipes) for t in found] == [len(WAYS) + len(INT8_WAYS), *[len(PROMOTIONS)] * 4]
+    assert [len(t.recipes) for t in found] == [len(LABELS), *[len(PROMOTIONS)] * 4]
     kernels = command.kernels(found)
-    assert len(kernels) == len({k.name for k in kernels}) == 3 + 2 + len(PROMOTIONS)
+    assert len(kernels) == len({k.name for k in kernels}) == 3 + 2 + 2 + len(PROMOTIONS)
 
 
 def test_a_source_gives_the_same_tensors_again_and_kernels_get_them_in_16_bits() -> None:
@@ -162,9 +167,7 @@ def test_every_row_gets_a_reference_unless_there_are_too_many() -> None:
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
-@pytest.mark.parametrize(
-    "label", [*(w.label for w in WAYS if not w.smooth_k), *(f"int8 {w.label}" for w in INT8_WAYS if not w.smooth_k)]
-)
+@pytest.mark.parametrize("label", [x for x in LABELS if "smooth" not in x])
 def test_a_part_of_a_problem_is_the_problem_bit_for_bit(label: str, mask: str) -> None:
     t = trial(SMALL, ("fa3_fp8",), mask=mask)
     (_, recipe) = next(r for r in t.recipes if r[1].label == label)
@@ -404,7 +407,7 @@ def test_the_command_on_a_gpu(
     assert shown == json.loads(Path("a.json").read_text()) and shown["gpu"] == "a GPU"
     (e,) = accuracy.AccuracyResult.from_json(Path("a.json").read_text()).experiments
     ours = [r for r in e.rows if r.kind == "schedule"]
-    assert len(ours) == 1 + len(WAYS) + len(INT8_WAYS) and all(agreement(r) == pytest.approx(1.0, abs=1e-6) for r in ours)
+    assert len(ours) == 1 + len(LABELS) and all(agreement(r) == pytest.approx(1.0, abs=1e-6) for r in ours)
     theirs = [r for r in e.rows if r.kind == "peer"]
     assert [r.recipe for r in theirs] == ["fp16", "per tensor", "per head, Hadamard"]
     assert all(r.outcome == "absent" and r.reason for r in theirs)

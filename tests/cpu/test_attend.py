@@ -180,7 +180,7 @@ def test_int8_quantises_16_bit_tensors_and_takes_8_bit_ones_as_they_are(compiler
         out, lse = fagen.attention(q, k, v, precision=precision, return_lse=True, **scaled)
         assert out.dtype == BF16
         ((attention, schedule),) = compiler.asked  # one kernel for both
-        assert (attention.dtype, attention.v_dtype, schedule.precision) == ("int8", "e4m3", None)
+        assert (attention.dtype, attention.value_dtype, schedule.precision) == ("int8", "e4m3", None)
         want, want_lse = fagen.reference(attention, q, k, v, **scaled)
         np.testing.assert_allclose(out.astype(float), want, rtol=2**-7, atol=1e-6)
         np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-5)
@@ -190,6 +190,40 @@ def test_int8_quantises_16_bit_tensors_and_takes_8_bit_ones_as_they_are(compiler
         fagen.attention(q, k, v, precision="fp8")
     with pytest.raises(InputError, match=r"^precision: is 'int8', but q is e4m3"):
         fagen.attention(v, v, v, precision="int8")
+
+
+def test_int8_qk_quantises_q_and_k_and_takes_int8_ones_beside_a_16_bit_v(compiler: Compiler) -> None:
+    for dtype, name in ((BF16, "bf16"), (np.float16, "fp16")):
+        compiler.asked.clear()
+        assert fagen.attention(*qkv(d=128, dtype=dtype), precision="int8_qk").dtype == dtype
+        ((attention, schedule),) = compiler.asked
+        assert (attention.dtype, attention.v_dtype, schedule.precision, schedule.hadamard) == (name, None, "int8_qk", True)
+    q, k, v = qkv(d=128, dtype=np.float32)
+    q, k = (np.rint(x * 30).astype(np.int8) for x in (q, k))
+    scaled = {"q_descale": 1 / 30, "k_descale": 1 / 30}
+    for dtype, name in ((BF16, "bf16"), (np.float16, "fp16")):
+        compiler.asked.clear()
+        half = v.astype(dtype)
+        for precision in (None, "int8_qk"):
+            out, lse = fagen.attention(q, k, half, precision=precision, return_lse=True, **scaled)
+            assert out.dtype == dtype, "that of v"
+            ((attention, schedule),) = compiler.asked  # one kernel for both
+            assert (attention.dtype, attention.v_dtype, schedule.precision) == ("int8", name, None)
+            want, want_lse = fagen.reference(attention, q, k, half, **scaled)
+            np.testing.assert_allclose(out.astype(float), want, rtol=2**-7, atol=1e-5)
+            np.testing.assert_allclose(lse, want_lse, rtol=1e-5, atol=1e-5)
+    other = fagen.attention(q, k, v.astype(np.float16), out=np.empty(q.shape, BF16), **scaled)
+    assert other.dtype == BF16 and compiler.asked[-1][0].output_dtype == "bf16"
+    fagen.attention(q, k, v.astype(ml_dtypes.float8_e4m3fn), **scaled)
+    assert compiler.asked[-1][0].products == "int8", "the type of v tells one kernel from another"
+    half = v.astype(BF16)
+    for wrong in ("fp8", "int8"):
+        with pytest.raises(InputError, match=rf"^precision: is '{wrong}', but q is int8 and v bf16: quantised tensors"):
+            fagen.attention(q, k, half, precision=wrong)
+    with pytest.raises(InputError, match=r"^precision: is 'int8_qk', but q is int8 and v e4m3"):
+        fagen.attention(q, k, v.astype(ml_dtypes.float8_e4m3fn), precision="int8_qk")
+    with pytest.raises(InputError, match=r"^v_descale: given beside a bf16 v"):
+        fagen.attention(q, k, half, v_descale=1.0)
 
 
 def test_16_bit_kernels_are_not_those_of_fp8(compiler: Compiler) -> None:

@@ -702,19 +702,20 @@ def test_cudnn_version(number, text):
 
 
 @pytest.mark.parametrize("mask", ["full", "causal"])
-@pytest.mark.parametrize("dtype", ["bf16", "e4m3", "int8"])
+@pytest.mark.parametrize("dtype", ["bf16", "e4m3", "int8", "int8_qk"])
 def test_verification_on_the_cpu_of_torch(dtype, mask):
     torch = pytest.importorskip("torch", reason="torch is not installed")
     from fagen.explore import verify
     from fagen.oracle import baseline, reference
 
-    attention, p = Attention(head_dim=64, dtype=dtype, mask=mask), Problem(1, 300, 200, 40, 8)
+    attention, p = Attention(head_dim=64, mask=mask, **tuned.types_of(dtype)), Problem(1, 300, 200, 40, 8)
     generator = torch.Generator().manual_seed(1)
-    kind = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn, "int8": torch.float8_e4m3fn}[dtype]
+    kind = torch.bfloat16 if attention.value_dtype == "bf16" else torch.float8_e4m3fn
     shapes = ((1, 300, 40, 64), (1, 200, 8, 64), (1, 200, 8, 64))
     q, k, v = (torch.randn(s, generator=generator) for s in shapes)
     v = v.to(kind)
-    q, k = (((x * 32).round().clamp(-127, 127) / 32 if dtype == "int8" else x.to(kind)) for x in (q, k))  # what int8 stands for
+    integers = attention.dtype == "int8"  # what they stand for
+    q, k = (((x * 32).round().clamp(-127, 127) / 32 if integers else x.to(kind)) for x in (q, k))
     want = verify.expected(torch, attention, p, q, k, v, 0)
     arrays = [x.float().numpy() for x in (q, k, v)]
     exact, _ = reference(attention, *arrays)
@@ -1084,14 +1085,15 @@ def test_inputs_have_the_pattern_that_they_are_named_for(kind, dtype, monkeypatc
         assert growth.min() > 20 and abs(growth.mean() - 30) < 0.5, "every block, towards key 0"
 
 
+@pytest.mark.parametrize("v_dtype, of_v", [(None, "e4m3"), ("bf16", "bf16")])
 @pytest.mark.parametrize("kind", ["normal", "sink"])
-def test_int8_inputs_stand_for_the_pattern(kind, monkeypatch):
+def test_int8_inputs_stand_for_the_pattern(kind, v_dtype, of_v, monkeypatch):
     """Multiples of what the call gives as descales, all within ±127."""
-    attention, problem = Attention(head_dim=128, dtype="int8"), Problem(1, 8, 4096, 2, 1)
+    attention, problem = Attention(head_dim=128, dtype="int8", v_dtype=v_dtype), Problem(1, 8, 4096, 2, 1)
     monkeypatch.setattr(bench_inputs, "normal", lambda torch, shape, dtype, seed: HalfArray.make(shape, dtype, seed))
     monkeypatch.setattr(NumpyTorch, "int8", "int8", raising=False)
     q, k, v = bench_inputs.make_inputs(NumpyTorch, attention, problem, kind, 3, 128)
-    assert (q.dtype, k.dtype, v.dtype) == ("int8", "int8", "e4m3")
+    assert (q.dtype, k.dtype, v.dtype) == ("int8", "int8", of_v)
     assert all(100 < abs(x.x).max() <= 127 and (x.x == np.rint(x.x)).all() for x in (q, k))
     units = bench_inputs.descales(attention, kind)
     assert set(units) == {"q_descale", "k_descale"} and bench_inputs.descales(Attention(head_dim=64, dtype="e4m3"), kind) == {}

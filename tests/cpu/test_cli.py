@@ -542,7 +542,7 @@ def test_run_compiles_an_edited_source(here: Path, monkeypatch: pytest.MonkeyPat
 def tuned_kernels(**wanted: Any) -> set[tuple[Attention, Schedule]]:
     """Of the entries that have the fields wanted."""
     entries = [e for t in tuned.builtin_tables() for e in t.entries if all(getattr(e, n) == v for n, v in wanted.items())]
-    return {(load(e.base, head_dim=e.head_dim, dtype=e.dtype, mask=e.mask).attention, e.schedule) for e in entries}
+    return {(load(e.base, head_dim=e.head_dim, mask=e.mask, **tuned.types_of(e.dtype)).attention, e.schedule) for e in entries}
 
 
 @pytest.mark.parametrize("wanted", [{}, {"head_dim": 64}, {"mask": "causal"}, {"head_dim": 128, "mask": "full"}])

@@ -56,6 +56,8 @@ def variants() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "fa3_fp8", {"dtype": "bf16", "precision": "e4m3", "smooth_k": True, "hadamard": True, "head_dim": 256}
     yield "fa3_fp8", {"dtype": "int8", "reference": "stale", "tile_kv": 128, "fuse_tiles": True}
     yield "fa3_fp8", {"dtype": "bf16", "precision": "int8", "smooth_k": True, "hadamard": True, "mask": "causal"}
+    yield "fa3_fp8", {"dtype": "int8", "v_dtype": "bf16", "mask": "causal", "skip_masked": True}
+    yield "fa3_fp8", {"dtype": "fp16", "precision": "int8_qk", "hadamard": True, "scale_granularity": "block", "head_dim": 64}
     yield "fa2", {"parallelism": "batch_heads", "stages": 1}
     yield "fa2", {"tile_q": 256, "tile_kv": 32, "dtype": "fp16", "head_dim": 64, "warps": 8}
     yield "standard", {"softmax": "two_pass", "dtype": "fp16"}

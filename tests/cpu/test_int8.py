@@ -56,7 +56,7 @@ def test_q_and_k_are_integers_and_v_is_e4m3() -> None:
     frags = {f.name: f for f in kernel.roles[-1].frags}
     assert (frags["S_int"].dtype, frags["S"].dtype, frags["P"].dtype) == ("i32", "fp32", "e4m3")
     assert frags["S_int"].registers == frags["S"].registers
-    assert (plan.attention.output_dtype, plan.attention.v_dtype, plan.attention.has_descales) == ("bf16", "e4m3", True)
+    assert (plan.attention.output_dtype, plan.attention.value_dtype, plan.attention.has_descales) == ("bf16", "e4m3", True)
     assert "S_int" not in {f.name for f in assemble(*fagen.load("fa3_fp8")).kernels[0].roles[-1].frags}
 
 

@@ -77,6 +77,7 @@ ACCEPTED: dict[str, list[tuple[object, Pair, Changes]]] = {
     "head_dim": [(d, tuple(fagen.load(n, head_dim=d)), {}) for n in ("fa2", "fa3", "fa3_fp8") for d in (64, 128, 256)],
     "head_dim_v": [(None, FA3, {}), (64, FA3, {}), (128, tuple(fagen.load("fa3")), {})],
     "dtype": [*((d, base, {}) for d in ("bf16", "fp16") for base in (FA2, FA3)), ("e4m3", FP8, {}), ("e4m3", FA3, HEAD), ("int8", FP8, {}), ("int8", FA3, HEAD), ("int8", FP8, {"v_transposed": True, **UNIFORM, "overlap": "within"})],
+    "v_dtype": [(None, FA3, {}), *((v, FP8, {"dtype": "int8"}) for v in (None, "e4m3")), *((v, FP8, {"dtype": "int8", "tile_kv": 128, "scale_granularity": g}) for v in ("bf16", "fp16") for g in ("tensor", "head", "block")), ("bf16", FP8, {"dtype": "int8", **UNIFORM, "overlap": "within"}), ("fp16", FP8, {"dtype": "int8", **STALE, "mask": "causal", "skip_masked": True})],
     "out_dtype": [(d, base, {}) for d in (None, "bf16", "fp16") for base in (FA2, FA3, FP8)],
     "mask": [(m, base, {}) for m in ("full", "causal") for base in (FA2, FA3, FP8)],
     "scale": [(x, base, {}) for x in (None, 1, 0.5, 1e-30, 1e30) for base in (FA2, FA3, FP8)],
@@ -105,7 +106,7 @@ ACCEPTED: dict[str, list[tuple[object, Pair, Changes]]] = {
     "softmax": [("fused", FA3, {}), ("fused", FA2, {}), ("three_pass", STANDARD, {}), ("two_pass", STANDARD, {})],
     "normalise": [("once", FA3, {}), *((n, base, {}) for n in ("once", "each_step") for base in (FA1, FA2))],
     "reference": [("running", FA3, {}), ("running", FA2, {}), *(("stale", base, {"overlap": o, "tile_kv": 64}) for base in (FA3, FP8) for o in ("within", "both"))],
-    "precision": [(None, FA3, {}), (None, FP8, {}), *((p, QUANTISED, {"dtype": d}) for p in ("e4m3", "int8") for d in ("bf16", "fp16"))],
+    "precision": [(None, FA3, {}), (None, FP8, {}), *((p, QUANTISED, {"dtype": d, "tile_kv": 96}) for p in ("e4m3", "int8", "int8_qk") for d in ("bf16", "fp16"))],
     "scale_granularity": [(None, FA3, {}), (None, FA2, {}), *((g, FP8, {**r, "overlap": o}) for g in ("tensor", "head", "block") for o in ("within", "both") for r in ({}, STALE)), *((g, QUANTISED, {}) for g in ("tensor", "head", "block"))],
     "hadamard": [(False, FA3, {}), *((h, QUANTISED, {}) for h in (False, True))],
     "smooth_k": [(False, FA3, {}), *((s, QUANTISED, {"hadamard": h, "scale_granularity": g}) for s in (False, True) for h in (False, True) for g in ("head", "block"))],
@@ -118,6 +119,7 @@ ACCEPTED: dict[str, list[tuple[object, Pair, Changes]]] = {
 EFFECT: dict[str, list[tuple[Pair, Changes, Changes]]] = {
     "head_dim": [(FA2, {"head_dim": 64, "tile_kv": 64}, {"head_dim": 128, "tile_kv": 64}), (FA3, {"head_dim": 64, "tile_kv": 80}, {"head_dim": 128, "tile_kv": 80})],
     "dtype": [(FA2, {"dtype": "bf16"}, {"dtype": "fp16"}), (FA3, {"dtype": "bf16", "out_dtype": "fp16"}, {"dtype": "fp16"}), (FA3, {"dtype": "e4m3", **HEAD}, {"dtype": "bf16"}), (FP8, {}, {"dtype": "int8"})],
+    "v_dtype": [(FP8, {"dtype": "int8", "tile_kv": 64, "v_dtype": a}, {"dtype": "int8", "tile_kv": 64, "v_dtype": b}) for a, b in ((None, "bf16"), ("bf16", "fp16"))],
     "out_dtype": [(FA2, {}, {"out_dtype": "fp16"}), (FA3, {"dtype": "fp16"}, {"dtype": "fp16", "out_dtype": "bf16"}), (FP8, {}, {"out_dtype": "fp16"})],
     "mask": [(FA2, {"mask": "full"}, {"mask": "causal"}), (FA3, {"mask": "full"}, {"mask": "causal"})],
     "scale": [(FA2, {}, {"scale": 0.25}), (FA3, {"scale": 0.25}, {"scale": 0.5}), (FP8, {}, {"scale": 0.5})],
@@ -149,7 +151,7 @@ EFFECT: dict[str, list[tuple[Pair, Changes, Changes]]] = {
     "v_transposed": [(FP8, {"v_transposed": False}, {"v_transposed": True})],
     "scale_granularity": [(FP8, {"scale_granularity": a}, {"scale_granularity": b}) for a, b in (("tensor", "head"), ("head", "block"), ("tensor", "block"))],
     "promote_every": [(FP8, {"tile_kv": 64, "promote_every": a}, {"tile_kv": 64, "promote_every": b}) for a, b in ((None, 1), (1, 2), (2, 3))],
-    "precision": [(QUANTISED, {"precision": None, "scale_granularity": None, "tile_kv": 128}, {"tile_kv": 128}), (QUANTISED, {}, {"precision": "int8"})],
+    "precision": [(QUANTISED, {"precision": None, "scale_granularity": None, "tile_kv": 128}, {"tile_kv": 128}), (QUANTISED, {}, {"precision": "int8"}), (QUANTISED, {"precision": "int8", "tile_kv": 96}, {"precision": "int8_qk", "tile_kv": 96})],
     "hadamard": [(QUANTISED, {"hadamard": False}, {"hadamard": True})],
     "smooth_k": [(QUANTISED, {"hadamard": h}, {"hadamard": h, "smooth_k": True}) for h in (False, True)],
 }  # fmt: skip
@@ -248,6 +250,7 @@ def test_defaults_are_the_same_as_their_values() -> None:
         (FA3_2, {"registers": (24, 240)}),
         (FA3, {"stages": (2, 2)}),
         (FP8, {"scale_granularity": "head"}),
+        ((FP8[0].replace(dtype="int8"), FP8[1]), {"v_dtype": "e4m3"}),
         (QUANTISED, {"scale_granularity": "head"}),
     ]
     for base, changes in same:

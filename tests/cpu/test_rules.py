@@ -58,6 +58,8 @@ MISTAKES: list[tuple[Pair, dict[str, Any], str, str, tuple[str, ...]]] = [
     # values
     (FA3, {"dtype": "fp32"}, "dtype", "dtype", ("'fp32'", "'bf16'", "'fp16'")),
     (FA3, {"out_dtype": "fp32"}, "out-dtype", "out_dtype", ("'fp32'",)),
+    (FA3, {"v_dtype": "fp16"}, "v-dtype", "v_dtype", ("'fp16'", "bf16", "'int8'")),
+    (FP8, {"dtype": "int8", "v_dtype": "int8", "tile_kv": 192}, "v-dtype", "v_dtype", ("'int8'", "'e4m3'", "'fp16'")),
     (FA3, {"mask": "diagonal"}, "mask", "mask", ("'diagonal'", "'causal'")),
     (FA3, {"sink": 0}, "sink", "sink", ("0", "False")),
     (FA3, {"arch": "sm_100a"}, "arch", "arch", ("'sm_100a'", "'sm_90a'")),

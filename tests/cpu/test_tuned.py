@@ -51,8 +51,7 @@ def table(*entries: Entry, device: str = "H200") -> Table:
 
 @pytest.mark.parametrize("e", TABLE.entries, ids=lambda e: e.label)
 def test_every_entry_is_the_legal_schedule_that_was_measured(e: Entry) -> None:
-    attention = Attention(head_dim=e.head_dim, dtype=e.dtype, mask=e.mask)
-    assert e.unusable(attention) == ""
+    assert e.attention.products == e.dtype and e.unusable(e.attention) == ""
     b, hq, hkv, sq, sk = map(int, e.measured.problem.split(","))
     assert Bucket.of(Problem(b, sq, sk, hq, hkv), H200.num_sms) == e.bucket
     assert e.measured.tflops > 100 and e.measured.gpu == "NVIDIA H200"
@@ -66,13 +65,13 @@ def test_the_table_covers_both_masks_at_every_head_dim_and_no_key_twice() -> Non
         assert {512, 1024, 2048, 4096, 8192, 16384} <= lengths
 
 
-UNIQUE = sorted({(e.dtype, e.head_dim, e.mask, e.schedule) for e in TABLE.entries}, key=repr)
+UNIQUE = sorted({(e.attention, e.schedule) for e in TABLE.entries}, key=repr)
 
 
 @pytest.mark.skipif(sass.nvdisasm() is None, reason=f"no nvdisasm: {sass.INSTALL}")
-@pytest.mark.parametrize(("dtype", "head_dim", "mask", "schedule"), UNIQUE, ids=lambda x: getattr(x, "id", x))
-def test_tuned_schedules_compile_with_every_promise_kept(dtype: str, head_dim: int, mask: str, schedule: fagen.Schedule) -> None:
-    p = fagen.plan(Attention(head_dim=head_dim, dtype=dtype, mask=mask), schedule)
+@pytest.mark.parametrize(("attention", "schedule"), UNIQUE, ids=lambda x: x.label if isinstance(x, Attention) else x.id)
+def test_tuned_schedules_compile_with_every_promise_kept(attention: Attention, schedule: fagen.Schedule) -> None:
+    p = fagen.plan(attention, schedule)
     assert not build(p, emit(p)).report.broken()
 
 
@@ -111,7 +110,7 @@ def test_few_tiles_are_fewer_than_sms() -> None:
 @pytest.mark.parametrize("e", TABLE.entries, ids=lambda e: e.label)
 def test_a_measured_problem_gets_its_own_entry(e: Entry) -> None:
     b, hq, hkv, sq, sk = map(int, e.measured.problem.split(","))
-    got = choose(Attention(head_dim=e.head_dim, dtype=e.dtype, mask=e.mask), Problem(b, sq, sk, hq, hkv), H200)
+    got = choose(e.attention, Problem(b, sq, sk, hq, hkv), H200)
     assert got.entry == e and got.schedule == e.schedule
     assert got.why == f"the tuned table's entry for {e.label}, measured on H200"
 

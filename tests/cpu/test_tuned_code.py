@@ -17,11 +17,7 @@ from fagen.library import resource_dir
 
 pytestmark = pytest.mark.skipif(sass.nvdisasm() is None, reason=f"no nvdisasm: {sass.INSTALL}")
 
-TABLE = {
-    (Attention(head_dim=e.head_dim, dtype=e.dtype, mask=e.mask), e.schedule): None
-    for table in tuned.builtin_tables()
-    for e in table.entries
-}
+TABLE = {(e.attention, e.schedule): None for table in tuned.builtin_tables() for e in table.entries}
 FUSED = [
     fagen.load("fa3", head_dim=head_dim, mask=mask, reference="stale", fuse_tiles=True, **tiles)
     for head_dim, tiles in (

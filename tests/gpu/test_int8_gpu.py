@@ -29,6 +29,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("device")]
 FOLDER = os.environ.get("FAGEN_TEST_KERNELS")
 BF16 = DTYPES["bf16"]
 STALE: dict[str, Any] = {"reference": "stale", "overlap": "within"}
+RUNNING: dict[str, Any] = {"reference": "running", "overlap": "both", "tile_q": 128, "consumers": 2, "stages": 2}
 GRID: list[dict[str, Any]] = [
     {"mask": mask, **changes}
     for mask in ("full", "causal")
@@ -39,6 +40,14 @@ GRID: list[dict[str, Any]] = [
         {"dtype": "int8", "scale_granularity": "block", "tile_kv": 96, "promote_every": 2},
         {"dtype": "int8", "v_transposed": True, "out_dtype": "fp16"},
         {"dtype": "int8", "overlap": "none", "tile_kv": 64},
+        *({"dtype": "int8", "v_dtype": "bf16", "head_dim": d} for d in (64, 128, 256)),
+        {"dtype": "int8", "v_dtype": "fp16", "out_dtype": "fp16", **RUNNING, "tile_kv": 160},
+        {"dtype": "int8", "v_dtype": "bf16", **RUNNING, "tile_kv": 128, "overlap": "none", "scale_granularity": "tensor"},
+        {"dtype": "int8", "v_dtype": "bf16", **RUNNING, **STALE, "tile_kv": 128, "fuse_tiles": True},
+        {"dtype": "int8", "v_dtype": "bf16", **RUNNING, **STALE, "tile_kv": 96, "scale_granularity": "block", "stages": 3},
+        {"dtype": "int8", "v_dtype": "bf16", **RUNNING, "roles": "uniform", "overlap": "within", "stages": 1, "tile_kv": 64},
+        {"dtype": "bf16", "precision": "int8_qk", "hadamard": True},
+        {"dtype": "fp16", "precision": "int8_qk", "hadamard": True, "smooth_k": True, "head_dim": 64, "scale_granularity": "block"},
         {"dtype": "bf16", "precision": "int8"},
         {"dtype": "fp16", "precision": "int8", "hadamard": True, "head_dim": 64},
         {"dtype": "bf16", "precision": "int8", "hadamard": True, "smooth_k": True, "head_dim": 256},
@@ -191,6 +200,31 @@ def test_one_call(torch: Any, dtype: str, causal: bool) -> None:
     again, again_lse = fagen.attention(z.q, z.k, z.v, out=torch.empty_like(out), causal=causal, return_lse=True, **scales)
     torch.cuda.synchronize()
     assert torch.equal(again, out) and torch.equal(again_lse, lse)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_one_call_with_a_v_of_16_bits(torch: Any, dtype: str, causal: bool) -> None:
+    """The same of "int8_qk": v, here a strided view, is read where it lies."""
+    name = "bf16" if dtype == "bfloat16" else "fp16"
+    q, k = (torch.randn(2, n, h, 128, device="cuda", dtype=getattr(torch, dtype)) for n, h in ((300, 4), (333, 2)))
+    v = torch.randn(2, 2, 666, 128, device="cuda", dtype=q.dtype)[:, :, ::2].transpose(1, 2)
+    out, lse = fagen.attention(q, k, v, causal=causal, precision="int8_qk", return_lse=True)
+    assert out.dtype == q.dtype
+    attention = fagen.Attention(head_dim=128, dtype=name, mask="causal" if causal else "full")
+    schedule = fagen.load("fa3_fp8", dtype=name, precision="int8_qk", hadamard=True).schedule
+    arrays = [x.float().cpu().numpy().astype(DTYPES[name]) for x in (q, k, v, out)]
+    verdict = check(attention, *arrays, lse.cpu().numpy(), schedule=schedule)
+    assert verdict.passed, verdict.reason
+    z = fagen.quantise(q, k, v, precision="int8_qk", hadamard=True)
+    assert (z.q.dtype, z.k.dtype) == (torch.int8, torch.int8) and z.v is v and z.v_descale is None
+    scales = {"q_descale": z.q_descale, "k_descale": z.k_descale}
+    for _ in range(2):  # the second one goes the short way
+        again, again_lse = fagen.attention(z.q, z.k, v, causal=causal, return_lse=True, **scales)
+        torch.cuda.synchronize()
+        assert torch.equal(again, out) and torch.equal(again_lse, lse)
+    with pytest.raises(fagen.InputError, match=r"^v_descale: given beside a"):
+        fagen.attention(z.q, z.k, v, causal=causal, v_descale=1.0, **scales)
 
 
 def test_numpy_against_float64() -> None:

@@ -1,4 +1,4 @@
-# hadamard: which needs precision 'e4m3' or 'int8' and 16-bit tensors
+# hadamard: which needs precision 'e4m3', 'int8' or 'int8_qk' and 16-bit tensors
 import fagen
 
 base = fagen.load("fa3_fp8")

@@ -1,6 +1,6 @@
 """Where do tiles stop fitting registers? Compiles schedules around the border that `fagen.plan.registers.overhead` draws.
 
-    python -m tests.tools.sweep_spills [wgmma|mma_sync] [--part I/N] [--csv FILE]
+    python -m tests.tools.sweep_spills [wgmma|mma_sync|int8_qk] [--part I/N] [--csv FILE]
 
 For every family (all knobs but tile_kv) it walks tile_kv upwards from the border while the result is as planned, or downwards while it is
 not, and prints the registers left beside the tiles ("spare"): the most with which it still goes wrong (a spill; WGMMAs serialised), the
@@ -18,12 +18,12 @@ from dataclasses import dataclass
 from unittest import mock
 
 from fagen import Attention, Schedule
+from fagen.attention import EIGHT_BIT_TYPES
 from fagen.compile import build
 from fagen.emit import emit
 from fagen.plan import assemble, registers, rules
 from fagen.plan.memory import BARRIER_BYTES, tile_bytes
 from fagen.target import target
-from fagen.tuned import EIGHT_BIT_TYPES
 
 
 @dataclass(frozen=True)
@@ -60,14 +60,48 @@ class Family:
         return f"{self.attention.label} tile_q {s.tile_q} {who} {s.parallelism} stages {s.stages}{q}"
 
 
-def wgmma_families() -> Iterator[Family]:
-    def family(dtype: str, head_dim: int, mask: str, consumers: int, **knobs: object) -> Family:
-        knobs = {"parallelism": "persistent_dynamic", "overlap": "both", "roles": "producer", "stages": 1} | knobs
-        if dtype in EIGHT_BIT_TYPES:
-            knobs = {"scale_granularity": "head"} | knobs
-        s = Schedule(arch="sm_90a", tile_q=64 * consumers, tile_kv=16, consumers=consumers, movement="tma", mma="wgmma", **knobs)  # type: ignore[arg-type]
-        return Family(Attention(head_dim=head_dim, mask=mask, dtype=dtype), s)
+def family(products: str, head_dim: int, mask: str, consumers: int, **knobs: object) -> Family:
+    """A WGMMA one."""
+    knobs = {"parallelism": "persistent_dynamic", "overlap": "both", "roles": "producer", "stages": 1} | knobs
+    types = {"dtype": "int8", "v_dtype": "bf16"} if products == "int8_qk" else {"dtype": products}
+    if products in (*EIGHT_BIT_TYPES, "int8_qk"):
+        knobs = {"scale_granularity": "head"} | knobs
+    s = Schedule(arch="sm_90a", tile_q=64 * consumers, tile_kv=16, consumers=consumers, movement="tma", mma="wgmma", **knobs)  # type: ignore[arg-type]
+    return Family(Attention(head_dim=head_dim, mask=mask, **types), s)
 
+
+def sizes() -> Iterator[tuple[int, int, str]]:
+    """(consumers, head_dim, overlap) of a producer's consumers."""
+    for consumers, head_dim in [(n, d) for d in (64, 128, 256) for n in (1, 2, 3, 4) if n <= 2 or d <= 128]:
+        for overlap in ("none", "within", "pingpong", "both") if consumers > 1 else ("none", "within"):
+            yield consumers, head_dim, overlap
+
+
+def int8_qk_families() -> Iterator[Family]:
+    for consumers, head_dim, overlap in sizes():
+        for mask in ("causal", "full"):
+            of: dict[str, object] = {"overlap": overlap}
+            for parallelism in ("persistent_dynamic", "persistent_static", "query_tiles"):
+                yield family("int8_qk", head_dim, mask, consumers, **of, parallelism=parallelism)
+            for more in (
+                {"stages": 2},
+                {"stages": (2, 1)},
+                {"stages": 2, "stages_q": 2},
+                {"stages": 2, "scale_granularity": "block"},
+            ):
+                yield family("int8_qk", head_dim, mask, consumers, **of, **more)
+            if overlap in ("within", "both"):
+                of["reference"] = "stale"
+                for parallelism, stages in itertools.product(("persistent_dynamic", "persistent_static"), (1, 2)):
+                    yield family("int8_qk", head_dim, mask, consumers, **of, parallelism=parallelism, stages=stages)
+                for fuse, by in ((True, "head"), (True, "block"), (False, "block")):
+                    yield family("int8_qk", head_dim, mask, consumers, **of, stages=2, fuse_tiles=fuse, scale_granularity=by)
+                yield family("int8_qk", head_dim, mask, consumers, **of, stages=2, stages_q=2)
+            if overlap in ("none", "within"):
+                yield family("int8_qk", head_dim, mask, consumers, overlap=overlap, roles="uniform")
+
+
+def wgmma_families() -> Iterator[Family]:
     for consumers, head_dim in [(n, d) for d in (64, 128, 256) for n in (1, 2, 3, 4) if n <= 2 or d <= 128]:
         for overlap in ("none", "within", "pingpong", "both") if consumers > 1 else ("none", "within"):
             for parallelism in ("persistent_dynamic", "persistent_static", "query_tiles"):
@@ -144,11 +178,11 @@ def described(family: Family, tile_kv: int | None) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("unit", nargs="?", choices=("wgmma", "mma_sync"))
+    parser.add_argument("unit", nargs="?", choices=("wgmma", "mma_sync", "int8_qk"))
     parser.add_argument("--part", default="0/1", help="I/N: every N-th family from the I-th on, to share the work")
     parser.add_argument("--csv", help="write the rows to this file as well")
     options = parser.parse_args()
-    families = {"wgmma": wgmma_families, "mma_sync": mma_sync_families}
+    families = {"wgmma": wgmma_families, "mma_sync": mma_sync_families, "int8_qk": int8_qk_families}
     out = csv.writer(open(options.csv, "w", newline="")) if options.csv else None  # noqa: SIM115
     for unit in [options.unit] if options.unit else families:
         part, parts = map(int, options.part.split("/"))

@@ -67,7 +67,7 @@ def simulate(
     """The output of the kernel that `plan(attention, schedule)` describes, run step by step on the CPU.
 
     q (batch, seqlen_q, heads, head_dim), k (batch, seqlen_k, kv_heads, head_dim), v (batch, seqlen_k, kv_heads, head_dim_v): NumPy
-    arrays of the attention's dtype (ml_dtypes for bf16 and e4m3; with int8 v is e4m3), any strides; with the schedule's v_transposed, v (batch, kv_heads,
+    arrays of the attention's dtype (ml_dtypes for bf16 and e4m3; v of its `value_dtype`), any strides; with the schedule's v_transposed, v (batch, kv_heads,
     head_dim_v, seqlen_k). `q_descale`, `k_descale`, `v_descale` (8-bit types): numbers, or float32 arrays as the schedule's scale_granularity
     says (see `Kernel`). Returns out (batch, seqlen_q, heads, head_dim_v) in the output dtype and lse (batch, heads, seqlen_q) in float32.
 

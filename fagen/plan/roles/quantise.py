@@ -1,7 +1,8 @@
 """Quantising as kernels: 16-bit q, k and v → 8-bit tensors and their descales, in workspaces that the attention kernel reads.
 
-A CTA owns some rows of one head of one of the three tensors; CTAs of q stand first, then those of k, then those of v. Heads vary fastest,
-so that CTAs side by side read whole rows of (batch, seq, heads, head_dim) together.
+A CTA owns some rows of one head of one of the tensors; CTAs of q stand first, then those of k, then those of v. Heads vary fastest,
+so that CTAs side by side read whole rows of (batch, seq, heads, head_dim) together. With precision "int8_qk" there are none of v, which the
+attention kernel reads as it is.
 
   measure   one read: the largest |value| of each part of q, k and v; of a smoothed k the sum and the extremes of each column instead,
             from which both its mean and the largest |value − mean| follow
@@ -47,7 +48,6 @@ from ..steps import Body, CpCommit, CpWait, CtaSync, Fill, Frag, If, Let, Loop, 
 from ..tiles import CTA, HKV, HQ, SK, SQ, B, H, Tiles, W
 from .common import ROW0
 
-TENSORS = ("q", "k", "v")
 WARPS = 8
 """Of a CTA."""
 ROWS = 4
@@ -86,13 +86,19 @@ class Quantise:
         return 512 // self.head_dim
 
     @cached_property
-    def _types(self) -> dict[str, str]:
-        inner, _ = attended(self.tiles.attention, self.tiles.schedule)
-        return {t: inner.dtype_of(t) for t in TENSORS}
+    def names(self) -> dict[str, str]:
+        """Tensor → the workspace (or output) that holds it in 8 bits: q and k, and v unless it stays as it is."""
+        return names(self.tiles.attention, self.tiles.schedule)
+
+    @cached_property
+    def tensors(self) -> tuple[str, ...]:
+        """Those that are quantised."""
+        return tuple(self.names)
 
     def type_of(self, tensor: str) -> str:
         """What it is quantised to."""
-        return self._types[tensor]
+        inner, _ = attended(self.tiles.attention, self.tiles.schedule)
+        return inner.dtype_of(tensor)
 
     def _or_inf(self, tensor: str) -> bool:
         """Whether a value that is not finite must show in the scale: int8 has no code for it."""
@@ -114,7 +120,7 @@ class Quantise:
     @property
     def staged_rows(self) -> int:
         """Rows of a warp for which there is room in shared memory."""
-        return max(self.rows_of(t) for t in TENSORS)
+        return max(self.rows_of(t) for t in self.tensors)
 
     @property
     def part_rows(self) -> int:
@@ -134,7 +140,7 @@ class Quantise:
             return self._role("measure", (*self._decode("k", CTA), *self._columns(("sum",))), WARPS, ("x", "sum"))
         names = ("sum", "high", "fall")
         of_k = self._columns(names) if self.smooth else self._part_max("k")
-        bodies = (self._part_max("q"), of_k, self._part_max("v"))
+        bodies = tuple(of_k if t == "k" else self._part_max(t) for t in self.tensors)
         frags = ("x", "m", *(names if self.smooth else ()))
         return self._role("measure", self._by_tensor(bodies, sym("q_ctas"), sym("k_ctas")), WARPS, frags)
 
@@ -150,7 +156,7 @@ class Quantise:
 
     def scales(self) -> Role:
         bodies = []
-        for t in TENSORS:
+        for t in self.tensors:
             parts = as_expr(1) if t == "k" and self.smooth else sym("q_parts") * sym("group") if t == "q" else sym("k_parts")
             if self.by == "tensor":
                 body: Body = (ReduceParts(m="m", src=f"{t}_maxima", first=as_expr(0), count=PAIRS * parts),)
@@ -163,7 +169,7 @@ class Quantise:
 
     def quantise(self) -> Role:
         streams = self.by != "block"
-        bodies = tuple(self._streamed(t) if streams else self._block(t) for t in TENSORS)
+        bodies = tuple(self._streamed(t) if streams else self._block(t) for t in self.tensors)
         frags: tuple[str, ...] = ("x",) if streams else ("m",)
         frags += ("mean",) if self.smooth else ()
         return self._role("quantise", self._by_tensor(bodies, sym("q_ctas"), sym("k_ctas")), WARPS, frags)
@@ -201,14 +207,15 @@ class Quantise:
 
     def _by_tensor(self, bodies: tuple[Body, ...], q_ctas: Expr, k_ctas: Expr) -> Body:
         """The body of the tensor that a CTA works on, after part, head and batch."""
-        full = tuple((*self._decode(t, sym("index")), *body) for t, body in zip(TENSORS, bodies))
+        full = tuple((*self._decode(t, sym("index")), *body) for t, body in zip(self.tensors, bodies))
         return self._chosen(full, q_ctas, k_ctas, "index")
 
     def _chosen(self, bodies: tuple[Body, ...], first: Expr, second: Expr, var: str) -> Body:
-        """`var` counts the CTAs of a tensor from 0."""
-        q, k, v = ((Let(var=var, value=CTA - start), *body) for start, body in zip((as_expr(0), first, first + second), bodies))
-        cta = CTA
-        return (If(name="q", cond=cta < first, then=q, orelse=(If(name="k", cond=cta < first + second, then=k, orelse=v),)),)
+        """The body of q, of k, or of v where there is one. `var` counts the CTAs of a tensor from 0."""
+        cta, starts = CTA, (as_expr(0), first, first + second)
+        q, k, *v = ((Let(var=var, value=CTA - start), *body) for start, body in zip(starts, bodies))
+        rest: Body = (If(name="k", cond=cta < first + second, then=k, orelse=v[0]),) if v else k
+        return (If(name="q", cond=cta < first, then=q, orelse=rest),)
 
     def _decode(self, tensor: str, index: Expr) -> Body:
         heads = HQ if tensor == "q" else HKV
@@ -292,7 +299,7 @@ class Quantise:
         shifted = self.smooth and tensor == "q"
         return QuantiseRows(
             x=self._x(tensor),
-            dst=names(self.tiles.attention, self.tiles.schedule)[tensor],
+            dst=self.names[tensor],
             scale="scale",
             flips=self._flips(tensor),
             first_row=ROW0,

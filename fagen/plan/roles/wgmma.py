@@ -116,7 +116,7 @@ class Wgmma:
         return "S_int" if self.tiles.attention.dtype == "int8" else "S"
 
     def _pv(self, j: Expr, why: str = "") -> Mma:
-        trans = self.tiles.attention.v_dtype != "e4m3"  # 8-bit V stands transposed in shared memory
+        trans = self.tiles.attention.value_dtype != "e4m3"  # 8-bit V stands transposed in shared memory
         anew = self.tiles.schedule.promote_every == 1
         return Mma(name="pv", d="O", a="P", b=self._v(j), accumulate=not anew, trans_b=trans, unit="wgmma", why=why)
 
@@ -264,12 +264,15 @@ class Wgmma:
     def _frags(self) -> tuple[Frag, ...]:
         a, s = self.tiles.attention, self.tiles.schedule
         return (
-            *(Frag("Q_frag", 64, a.head_dim, a.dtype, "a64" if DTYPE_BYTES[a.dtype] == 2 else "a64_e4m3") for _ in range(self._q_in_registers)),
+            *(
+                Frag("Q_frag", 64, a.head_dim, a.dtype, "a64" if DTYPE_BYTES[a.dtype] == 2 else "a64_e4m3")
+                for _ in range(self._q_in_registers)
+            ),
             *(Frag("S_int", 64, s.tile_kv, "i32", "acc64") for _ in range(self._raw_s != "S")),
             Frag("S", 64, s.tile_kv, "fp32", "acc64"),
             Frag("O", 64, a.dv, "fp32", "acc64"),
             *(Frag("O_sum", 64, a.dv, "fp32", "acc64") for _ in range(s.promote_every is not None)),
-            Frag("P", 64, s.tile_kv, a.v_dtype, self._p_layout()),
+            Frag("P", 64, s.tile_kv, a.value_dtype, self._p_layout()),
             *self._early_frags(),
             *(Frag(name, 64, 1, "fp32", "row64") for name in ("m_old", "l_old") if s.fuse_tiles),
             *(Frag(name, 64, 1, "fp32", "row64") for name in ("m_ref", "l_sum", "alpha", "inverse", "lse")),
@@ -281,10 +284,10 @@ class Wgmma:
         a, s = self.tiles.attention, self.tiles.schedule
         if s.reference != "stale":
             return ()
-        return Frag("E", 64, s.tile_kv, a.v_dtype, self._p_layout()), Frag("part", 64, 1, "fp32", "row64")
+        return Frag("E", 64, s.tile_kv, a.value_dtype, self._p_layout()), Frag("part", 64, 1, "fp32", "row64")
 
     def _p_layout(self) -> str:
-        return "a64_e4m3perm" if self.transposes else "a64_e4m3" if self.tiles.attention.v_dtype == "e4m3" else "a64"
+        return "a64_e4m3perm" if self.transposes else "a64_e4m3" if self.tiles.attention.value_dtype == "e4m3" else "a64"
 
     @property
     def _is_uniform(self) -> bool:
@@ -560,7 +563,7 @@ class Wgmma:
                 Pack(p="E", s="S"),
                 done,
                 *self._rescale(unpromoted=True),
-                Calm(var="calm", alpha="alpha", least=CALM[self.tiles.attention.v_dtype]),
+                Calm(var="calm", alpha="alpha", least=CALM[self.tiles.attention.value_dtype]),
             ),
             orelse=(AddSums(l="l_sum", part="part"), done),
         )
