@@ -311,9 +311,12 @@ __device__ __forceinline__ void log_sum_exp(float (&lse)[N], const float (&m)[N]
   for (int r = 0; r < N; ++r) lse[r] = l[r] == 0.f ? NEG_INF : m[r] * 0.693147180559945f + __logf(l[r]);
 }
 
-// 16 bytes in one store: left to the compiler, some of them became four of 4 bytes.
-__device__ __forceinline__ void st_global(void* to, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
+// 16 bytes in one store: left to the compiler, some of them became four of 4 bytes. Predicated, not behind a branch: a branch ends what
+// ptxas may interleave, and each store would wait for its own exchange.
+__device__ __forceinline__ void st_global_if(bool keep, void* to, u32 a, u32 b, u32 c, u32 d) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\n@p st.global.v4.b32 [%0], {%1, %2, %3, %4};\n}\n" ::"l"(to), "r"(a), "r"(b), "r"(c), "r"(d), "r"((int)keep)
+      : "memory");
 }
 
 // Rows row and row + 8 of a thread's accumulators, as 16-bit values. A 4×4 exchange inside each quad gives every lane 8 neighbouring
@@ -323,6 +326,7 @@ __device__ __forceinline__ void store_rows(const float (&o)[N], u16* out, i64 ro
   const int q = threadIdx.x % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
+    const bool keep = row + 8 * half < limit;
     u16* to = out + (row + 8 * half) * row_stride;
 #pragma unroll
     for (int c = 0; c < N / 16; ++c) {
@@ -335,7 +339,7 @@ __device__ __forceinline__ void store_rows(const float (&o)[N], u16* out, i64 ro
       x = __shfl_xor_sync(~0u, q & 2 ? r[0] : r[2], 2), y = __shfl_xor_sync(~0u, q & 2 ? r[1] : r[3], 2);
       if (q & 2) r[0] = x, r[1] = y;
       else r[2] = x, r[3] = y;
-      if (row + 8 * half < limit) st_global(to + 32 * c + 8 * q, r[0], r[1], r[2], r[3]);
+      st_global_if(keep, to + 32 * c + 8 * q, r[0], r[1], r[2], r[3]);
     }
   }
 }
