@@ -69,7 +69,8 @@ class Schedule(Value):
     """What exponentials are taken against: the "running" maximum, or a "stale" one with a check and an exact fallback."""
     precision: str | None = None
     """What the products are computed in. None: the attention's dtype. "e4m3", of 16-bit tensors: kernels of the same plan quantise q, k
-    and v into workspaces, from which the attention kernel then reads. "int8": likewise, q and k to integers, v to e4m3."""
+    and v into workspaces, from which the attention kernel then reads. "int8": likewise, q and k to integers, v to e4m3. "int8_qk": q and k to
+    integers, and v is read as it is."""
     scale_granularity: str | None = None
     """8-bit types: what one quantisation scale covers: a "tensor", a "head" (one KV head of one batch), or a "block" of `tile_q` query rows or
     `tile_kv` keys. 16-bit: None."""

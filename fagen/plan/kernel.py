@@ -20,7 +20,7 @@ from .expr import Expr
 from .steps import DTYPE_BYTES, Gmem, MBar, NBar, Role, Smem
 
 DESCALES = ("q_descale", "k_descale", "v_descale")
-"""e4m3 and int8 only: what q, k and v are multiplied by; of which dims is the schedule's scale_granularity (see `scales`)."""
+"""e4m3 and int8 only (which an attention has: `Attention.descales`): what q, k and v are multiplied by; of which dims is the schedule's scale_granularity (see `scales`)."""
 STRIDED = ("q", "k", "v", "out")  # tensors whose strides are arguments; dims (batch, seq, heads, head_dim)
 
 

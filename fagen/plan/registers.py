@@ -88,8 +88,11 @@ def _q_in_registers(attention: Attention, s: Schedule) -> int:
 
 def _int8_qk_more(attention: Attention, s: Schedule) -> int:
     """What int8 scores take more than 16-bit ones, P and V being the same: nothing but in these corners."""
-    if attention.causal and s.stages_q == 2 and s.consumers == 2 and s.reference == "running" and s.overlap in ("pingpong", "both"):
-        return 16 if attention.dv == 64 else 8
+    if attention.causal and s.stages_q == 2:
+        if s.consumers == 2 and s.reference == "running" and s.overlap in ("pingpong", "both"):
+            return 16 if attention.dv == 64 else 8
+        if s.consumers == 4 and s.reference == "stale" and s.overlap == "both" and attention.dv == 64:
+            return 16
     crowded = s.reference == "stale" and s.consumers == 4 or s.roles == "uniform" and s.overlap == "none"
     return 8 if crowded and s.scale_granularity == "block" else 0
 

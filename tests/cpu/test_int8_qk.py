@@ -172,6 +172,7 @@ def test_blocks_of_16_keys_are_enough() -> None:
         ({"tile_q": 256, "consumers": 4, "stages": 2, "mask": "causal", "scale_granularity": "block"}, 64, "tile_kv=48"),
         ({**RUNNING, "overlap": "pingpong", "stages_q": 2, "mask": "causal"}, 144, "tile_kv=128"),
         ({**RUNNING, "overlap": "both", "stages_q": 2, "mask": "causal"}, 144, "tile_kv=128"),
+        ({"tile_q": 256, "consumers": 4, "stages": 2, "mask": "causal", "overlap": "both", "stages_q": 2}, 48, "tile_kv=32"),
         ({**UNIFORM, "overlap": "none", "scale_granularity": "block", "parallelism": "persistent_static"}, 256, "tile_kv=240"),
         ({**RUNNING, "overlap": "pingpong", "stages_q": 2, "mask": "causal", "head_dim": 128}, 144, "tile_kv=128"),
     ],
