@@ -19,7 +19,8 @@ schedule = Schedule(
 tiles = {
     64: {"tile_q": 192, "tile_kv": 160, "consumers": 3},
     (128, "int8"): {"tile_kv": 192},  # 224 keys spill under a causal mask
-    # Beside P·V in 16 bits: nothing is transposed, Q·Kᵀ takes half as long, and the softmax is what a tile waits for.
+    # Beside P·V in 16 bits: nothing is transposed, Q·Kᵀ takes half as long, and the softmax is what a tile waits for. (At head_dim 64, scales
+    # of blocks under a causal mask leave room for 48 keys.)
     (64, "int8_qk"): {"tile_q": 256, "tile_kv": 64, "consumers": 4, "stages": 4, "overlap": "within", "reference": "stale"},
     (128, "int8_qk"): {"tile_q": 192, "tile_kv": 64, "consumers": 3, "stages": 4, "overlap": "within", "reference": "stale"},
     (256, "int8_qk"): {"tile_kv": 64, "stages": 3, "overlap": "within", "reference": "stale"},

@@ -93,8 +93,8 @@ def _int8_qk_more(attention: Attention, s: Schedule) -> int:
             return 16 if attention.dv == 64 else 8
         if s.consumers == 4 and s.reference == "stale" and s.overlap == "both" and attention.dv == 64:
             return 16
-    crowded = s.reference == "stale" and s.consumers == 4 or s.roles == "uniform" and s.overlap == "none"
-    return 8 if crowded and s.scale_granularity == "block" else 0
+    many = attention.causal and s.reference == "stale" and s.consumers == 4
+    return 8 if s.scale_granularity == "block" and (many or s.roles == "uniform" and s.overlap == "none") else 0
 
 
 def _second_q(attention: Attention, s: Schedule) -> int:
