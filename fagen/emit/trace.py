@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from .. import trace
 from ..plan import steps as st
 from ..plan.expr import Expr, sym
-from ..plan.kernel import TRACE_CTAS, TRACE_HEADER_WORDS, TRACE_WORDS, KernelPlan, trace_buffer
+from ..plan.kernel import TRACE_CTAS, TRACE_HEADER_WORDS, TRACE_NOTE, TRACE_WORDS, KernelPlan, trace_buffer
 from .templates import View
 
 if TYPE_CHECKING:
@@ -95,8 +95,7 @@ QUAD_BYTES = 4 * trace.QUAD
 def _place(x: Scope) -> View:
     """The buffer and its measures: of all that is noted and of a lane's header in words, of a lane's first place in bytes."""
     lanes = TRACE_CTAS * len(trace.instances_of(x.kernel))
-    return {
-        "buffer": f"p.{trace_buffer(x.kernel.name)}",
+    return _lane(x) | {
         "threads": x.role.warps * 32,
         "cta": x.c(RECORDED),
         "ctas": TRACE_CTAS,
@@ -113,6 +112,15 @@ LOWEST_PLACE = -(1 << 30)
 """Of a lane that has no room: so far it goes on counting, and there stay the threads that write no lane."""
 
 
+def _lane(x: Scope) -> View:
+    """The buffer, and where in shared memory an elected thread keeps its lane's place."""
+    return {"buffer": f"p.{trace_buffer(x.kernel.name)}", "shared": f"smem_{TRACE_NOTE}"}
+
+
+def _template(name: str, x: Scope) -> str:
+    return f"trace/{name}_shared" if x.role.elect else f"trace/{name}"
+
+
 def _longest_run(kernel: KernelPlan) -> int:
     """Of an instrumented kernel, in words."""
     return max(s.words for role in kernel.roles for s in st.walk(role.body) if isinstance(s, NextRun))
@@ -122,7 +130,7 @@ def _end(name: str) -> Callable[[Any, Scope], tuple[str, View]]:
     def make(s: StartLane | FinishLane, x: Scope) -> tuple[str, View]:
         values = _place(x)
         x.helpers.need("trace/lane", values)
-        return f"trace/{name}", values | {"lane": x.c(s.lane)}
+        return _template(name, x), values | {"lane": x.c(s.lane)}
 
     return make
 
@@ -142,12 +150,14 @@ def _note(s: StoreNote, x: Scope) -> tuple[str, View]:
     if note.code is not None:
         told = f"{note.code << trace.ARGUMENT_BITS:#x}u"
         words = [f"{told} + {note.variable}" if note.variable else told, *words]
-    byte = _bytes(_longest_run(x.kernel) - trace.QUAD * (note.quad + 1) + note.left, x)
-    return f"trace/note{len(words)}", {"buffer": f"p.{trace_buffer(x.kernel.name)}", "byte": byte, "words": ", ".join(words)}
+    quad, word = divmod(note.word, trace.QUAD)
+    byte = _bytes(_longest_run(x.kernel) - trace.QUAD * (quad + 1) + note.left, x) + 4 * word
+    name = "note_shared" if x.role.elect else f"note{len(words)}"
+    return f"trace/{name}", _lane(x) | {"byte": byte, "words": ", ".join(words)}
 
 
 def _next_run(s: NextRun, x: Scope) -> tuple[str, View]:
-    return "trace/next_run", {"run": _bytes(s.words, x), "lowest": LOWEST_PLACE}
+    return _template("next_run", x), _lane(x) | {"run": _bytes(s.words, x), "lowest": LOWEST_PLACE}
 
 
 VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {

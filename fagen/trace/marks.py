@@ -59,12 +59,12 @@ def kind_of(step: st.Step) -> str | None:
 
 @dataclass(frozen=True)
 class Note:
-    """A store of one to four words into a quad of the run: what tells the run, if `code` is not None, then the clocks `clocks` (`Mark.clock`).
+    """A store of one to four words into the run, from `word` on: what tells the run, if `code` is not None, then the clocks `clocks` (`Mark.clock`).
 
     `variable`: that whose value is the run's argument, "" if it has none. `leaves`: words of the run, which the lane leaves behind with
     this store; `left`: those that it has left before."""
 
-    quad: int
+    word: int
     clocks: tuple[str, ...]
     code: int | None = None
     variable: str = ""

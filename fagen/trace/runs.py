@@ -10,7 +10,9 @@ from ..plan import steps as st
 from .marks import Mark, Note
 
 QUAD = 4
-"""Words that one store may write."""
+"""Words that a store may write at most, and of which a run has whole ones."""
+MOST = 4
+"""Words that a role keeps in registers to store them at once."""
 
 
 @dataclass(frozen=True)
@@ -25,15 +27,16 @@ class Run:
 def place_roles(roles: tuple[st.Role, ...]) -> tuple[tuple[st.Role, ...], dict[int, Run]]:
     """The roles, whose marks know their words and what is stored after them; and their runs by the codes that tell them."""
     runs: dict[int, Run] = {}
-    return tuple(replace(role, body=_Placer(role.name, runs).body(role.body)) for role in roles), runs
+    return tuple(replace(role, body=_Placer(role, runs).body(role.body)) for role in roles), runs
 
 
 class _Placer:
     """Joins a role's marks to runs: in one block, with no loop, condition or way out between them that has marks of its own. A vote may
     have: the marks of either side go on with the run, in the same words, and the last ones are one."""
 
-    def __init__(self, role: str, runs: dict[int, Run]):
-        self._role, self._runs = role, runs
+    def __init__(self, role: st.Role, runs: dict[int, Run]):
+        self._role, self._runs = role.name, runs
+        self._most = 1 if role.elect else MOST  # a single thread has few registers, and time
 
     def body(self, body: st.Body) -> st.Body:
         steps, run = list(body), list[int]()
@@ -68,9 +71,11 @@ class _Placer:
         variable = _variable(parts)
         told = next(k for k, m in enumerate(outer) if m.variable == variable)
         tells = Note(0, (), outer[0].code, variable)
-        marks, quads = _noted(outer, 1, _groups(outer, told, fork), told, tells)
-        (usual_marks, a), (other_marks, b) = (_noted(side[:-1], quads, _groups(side[:-1])) for side in (usual, other))
-        words = QUAD * max(a, b)
+        layout = _Layout(self._most)
+        marks = layout.noted(outer, _groups(outer, told, fork), told, tells)
+        sides = [_Layout(self._most, layout.end) for _ in range(2)]
+        usual_marks, other_marks = (x.noted(side[:-1], _groups(side[:-1])) for x, side in zip(sides, (usual, other)))
+        words = -(-max(x.end for x in sides) // QUAD) * QUAD
         marks, usual_marks, other_marks = _leaving(marks, words), _left(usual_marks, words), _left(other_marks, words)
         self._runs[outer[0].code] = Run(self._role, words, (*marks[:fork], *usual_marks, *marks[fork:]))
         if other:
@@ -86,6 +91,51 @@ class _Placer:
                 steps[i] = replace(step, then=_with(step.then, other_marks), orelse=_with(step.orelse, usual_marks))
             else:
                 steps[i] = marks[k]
+
+
+class _Layout:
+    """The words of a run, from its beginning on. What is stored at once lies at a multiple of its size."""
+
+    def __init__(self, most: int, end: int = 0):
+        self._most, self.end = most, end
+
+    def noted(self, marks: Sequence[Mark], groups: Sequence[list[int]], told: int = -1, tells: Note | None = None) -> list[Mark]:
+        """The marks with their words and notes. `tells` goes with the last store of the group of mark `told`, at the run's beginning."""
+        chunks = []
+        for group in groups:
+            keep = self._most
+            import os
+            if marks[group[0]].what == "softmax": self._most = min(keep, int(os.environ["LATE"]))
+            else: self._most = min(keep, int(os.environ["EARLY"]))
+            chunks += self._chunks(group, tells if told in group else None)
+            self._most = keep
+        self.end += sum(_size(len(chunk) + 1) for _, chunk, telling in chunks if telling)
+        out = list(marks)
+        for at, chunk, telling in chunks:
+            note = telling or Note(self._take(_size(len(chunk))), ())
+            first = note.word + (telling is not None)
+            for n, k in enumerate(chunk):
+                out[k] = replace(out[k], clock=f"clock_{marks[k].code}", word=first + n)
+            note = replace(note, clocks=tuple(out[k].clock for k in chunk))
+            out[at] = replace(out[at], notes=(*out[at].notes, note))
+        return out
+
+    def _chunks(self, group: list[int], tells: Note | None) -> list[tuple[int, list[int], Note | None]]:
+        """What is stored together: the mark after which, the marks, and what tells the run or None."""
+        parts = [group[i : i + self._most] for i in range(0, len(group), self._most)]
+        if tells and len(parts[-1]) == self._most:
+            parts.append([])
+        return [((part or group)[-1], part, tells if part is parts[-1] else None) for part in parts]
+
+    def _take(self, words: int) -> int:
+        first = -(-self.end // words) * words
+        self.end = first + words
+        return first
+
+
+def _size(words: int) -> int:
+    """What a store of so many words writes."""
+    return next(size for size in (1, 2, 4) if size >= words)
 
 
 def _sides(parts: Sequence[st.Step]) -> tuple[st.Body, st.Body]:
@@ -107,35 +157,12 @@ def _groups(marks: Sequence[Mark], told: int = -1, fork: int = -1) -> list[list[
     number is told at once, since it need not live through the tile."""
     groups: list[list[int]] = []
     for k, mark in enumerate(marks):
-        apart = mark.what == "softmax" or (k > 0 and marks[k - 1].what == "tile")
+        import os
+        apart = mark.what == "softmax" or (os.environ.get("FORK") and k == fork) or (k > 0 and marks[k - 1].what == "tile")
         if not groups or apart or (k == fork and told in groups[-1]):
             groups.append([])
         groups[-1].append(k)
     return groups
-
-
-def _noted(
-    marks: Sequence[Mark], quad: int, groups: Sequence[Sequence[int]], told: int = -1, tells: Note | None = None
-) -> tuple[list[Mark], int]:
-    """The marks with their words and notes, in quads from `quad` on, and the next quad. `tells` goes with the last store of the group
-    of `told`, to its quad, which has the run's first word."""
-    out = list(marks)
-    for group in groups:
-        chunks = [group[i : i + QUAD] for i in range(0, len(group), QUAD)]
-        telling = tells if told in group else None
-        if telling and len(chunks[-1]) == QUAD:
-            chunks.append([])
-        for chunk in chunks:
-            last = telling if chunk is chunks[-1] else None
-            note = Note(quad, ()) if last is None else last
-            quad += last is None
-            for n, k in enumerate(chunk):
-                word = QUAD * note.quad + n + (last is not None)
-                out[k] = replace(out[k], clock=f"clock_{marks[k].code}", word=word)
-            note = replace(note, clocks=tuple(out[k].clock for k in chunk))
-            at = group[-1] if not chunk else chunk[-1]
-            out[at] = replace(out[at], notes=(*out[at].notes, note))
-    return out, quad
 
 
 def _left(marks: Sequence[Mark], words: int) -> list[Mark]:
