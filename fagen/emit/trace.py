@@ -12,29 +12,28 @@ from typing import TYPE_CHECKING, Any
 
 from .. import trace
 from ..plan import steps as st
-from ..plan.expr import Expr, sym
+from ..plan.expr import sym
 from ..plan.kernel import TRACE_CTAS, TRACE_HEADER_WORDS, TRACE_NOTE, TRACE_WORDS, KernelPlan, trace_buffer
 from .templates import View
 
 if TYPE_CHECKING:
     from .views import Scope
 
-RECORDED = sym("cta") - sym("trace_first")
-"""Number of the CTA among those that are recorded."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class StartLane(st.Step):
-    """The clocks at the lane's start are noted, and where its first run goes."""
+    """The clocks at the lane's start are noted, and where its first run goes.
 
-    lane: Expr
+    `before`: of the CTA's lanes those in front of the role's, less the instances for which there is room in the threads in front of its."""
+
+    before: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class FinishLane(st.Step):
-    """The clocks at the lane's end are noted, and how many words."""
+    """The clocks at the lane's end are noted, and how many words. `before`: as for `StartLane`."""
 
-    lane: Expr
+    before: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +52,11 @@ class NextRun(st.Step):
 
 def instrument(kernel: KernelPlan) -> KernelPlan:
     """A trace plan's kernel with everything a trace build prints."""
-    instances, first, roles = len(trace.instances_of(kernel)), 0, []
+    lanes, threads, roles = 0, 0, []
     for role in trace.marked(kernel).roles:
-        lane = RECORDED * instances + (first if role.elect or role.count == 1 else sym("w") + first)
-        roles.append(replace(role, body=(StartLane(lane=lane), *_with_notes(role.body), FinishLane(lane=lane))))
-        first += role.count
+        before = lanes - threads // (role.warps * 32)
+        roles.append(replace(role, body=(StartLane(before=before), *_with_notes(role.body), FinishLane(before=before))))
+        lanes, threads = lanes + role.count, threads + role.threads
     return replace(kernel, roles=tuple(roles))
 
 
@@ -97,9 +96,10 @@ def _place(x: Scope) -> View:
     lanes = TRACE_CTAS * len(trace.instances_of(x.kernel))
     return _lane(x) | {
         "threads": x.role.warps * 32,
-        "cta": x.c(RECORDED),
+        "first_cta": x.c(sym("trace_first")),
+        "instances": len(trace.instances_of(x.kernel)),
         "ctas": TRACE_CTAS,
-        "lanes": lanes,
+        "word_bytes": 4 * lanes,
         "all": lanes * TRACE_WORDS,
         "first": _bytes(TRACE_WORDS - _longest_run(x.kernel), x),
         "quad": QUAD_BYTES,
@@ -130,7 +130,7 @@ def _end(name: str) -> Callable[[Any, Scope], tuple[str, View]]:
     def make(s: StartLane | FinishLane, x: Scope) -> tuple[str, View]:
         values = _place(x)
         x.helpers.need("trace/lane", values)
-        return _template(name, x), values | {"lane": x.c(s.lane)}
+        return _template(name, x), values | {"before": s.before}
 
     return make
 

@@ -11,8 +11,8 @@ from .marks import Mark, Note
 
 QUAD = 4
 """Words that a store may write at most, and of which a run has whole ones."""
-MOST = 4
-"""Words that a role keeps in registers to store them at once."""
+SPARE = 160
+"""Registers a thread from which on a role keeps as many words to store them at once; with fewer it stores each by itself."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class _Placer:
 
     def __init__(self, role: st.Role, runs: dict[int, Run]):
         self._role, self._runs = role.name, runs
-        self._most = 1 if role.elect else MOST  # a single thread has few registers, and time
+        self._most = QUAD if not role.elect and (role.registers or SPARE) >= SPARE else 1
 
     def body(self, body: st.Body) -> st.Body:
         steps, run = list(body), list[int]()
@@ -101,14 +101,7 @@ class _Layout:
 
     def noted(self, marks: Sequence[Mark], groups: Sequence[list[int]], told: int = -1, tells: Note | None = None) -> list[Mark]:
         """The marks with their words and notes. `tells` goes with the last store of the group of mark `told`, at the run's beginning."""
-        chunks = []
-        for group in groups:
-            keep = self._most
-            import os
-            if marks[group[0]].what == "softmax": self._most = min(keep, int(os.environ["LATE"]))
-            else: self._most = min(keep, int(os.environ["EARLY"]))
-            chunks += self._chunks(group, tells if told in group else None)
-            self._most = keep
+        chunks = [chunk for group in groups for chunk in self._chunks(group, tells if told in group else None)]
         self.end += sum(_size(len(chunk) + 1) for _, chunk, telling in chunks if telling)
         out = list(marks)
         for at, chunk, telling in chunks:
@@ -157,8 +150,7 @@ def _groups(marks: Sequence[Mark], told: int = -1, fork: int = -1) -> list[list[
     number is told at once, since it need not live through the tile."""
     groups: list[list[int]] = []
     for k, mark in enumerate(marks):
-        import os
-        apart = mark.what == "softmax" or (os.environ.get("FORK") and k == fork) or (k > 0 and marks[k - 1].what == "tile")
+        apart = mark.what == "softmax" or (k > 0 and marks[k - 1].what == "tile")
         if not groups or apart or (k == fork and told in groups[-1]):
             groups.append([])
         groups[-1].append(k)
