@@ -6,7 +6,7 @@ program itself. What a mark is and where it goes: `fagen.trace`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -37,17 +37,10 @@ class FinishLane(st.Step):
 
 
 @dataclass(frozen=True, kw_only=True)
-class StoreNote(st.Step):
-    """Words of a run are stored."""
+class StoreNotes(st.Step):
+    """Words of a run are stored, one note after the other."""
 
-    note: trace.Note
-
-
-@dataclass(frozen=True, kw_only=True)
-class NextRun(st.Step):
-    """A run of so many words is left behind."""
-
-    words: int
+    notes: tuple[trace.Note, ...]
 
 
 def instrument(kernel: KernelPlan) -> KernelPlan:
@@ -66,7 +59,7 @@ def _with_notes(body: st.Body) -> Iterator[st.Step]:
         if not isinstance(step, trace.Mark):
             yield replace(step, **inner) if inner else step
         elif step.joint:  # stands behind the vote; only what the run is called differs between its sides
-            yield from (StoreNote(note=n) for n in step.notes if n.code is not None)
+            yield from _stores(n for n in step.notes if n.code is not None)
         else:
             yield from _noting(step)
         if isinstance(step, st.Vote) and (
@@ -79,10 +72,12 @@ def _with_notes(body: st.Body) -> Iterator[st.Step]:
 
 def _noting(mark: trace.Mark) -> Iterator[st.Step]:
     yield mark
-    for note in mark.notes:
-        yield StoreNote(note=note)
-        if note.leaves:
-            yield NextRun(words=note.leaves)
+    yield from _stores(mark.notes)
+
+
+def _stores(notes: Iterable[trace.Note]) -> Iterator[st.Step]:
+    if together := tuple(notes):
+        yield StoreNotes(notes=together)
 
 
 # views ------------------------------------------------------------------------------------------------------------------
@@ -97,6 +92,7 @@ def _place(x: Scope) -> View:
     return _lane(x) | {
         "threads": x.role.warps * 32,
         "first_cta": x.c(sym("trace_first")),
+        "cta_count": x.c(sym("trace_count")),
         "instances": len(trace.instances_of(x.kernel)),
         "ctas": TRACE_CTAS,
         "word_bytes": 4 * lanes,
@@ -123,7 +119,8 @@ def _template(name: str, x: Scope) -> str:
 
 def _longest_run(kernel: KernelPlan) -> int:
     """Of an instrumented kernel, in words."""
-    return max(s.words for role in kernel.roles for s in st.walk(role.body) if isinstance(s, NextRun))
+    steps = (s for role in kernel.roles for s in st.walk(role.body))
+    return max(n.leaves for s in steps if isinstance(s, StoreNotes) for n in s.notes)
 
 
 def _end(name: str) -> Callable[[Any, Scope], tuple[str, View]]:
@@ -144,26 +141,28 @@ def _mark(s: trace.Mark, x: Scope) -> tuple[str, View]:
     return "trace/mark", {"clock": s.clock, "about": f"{s.what}: {s.name}" if s.group else s.what}
 
 
-def _note(s: StoreNote, x: Scope) -> tuple[str, View]:
+def _notes(s: StoreNotes, x: Scope) -> tuple[str, View]:
+    stores = [_store(n, x) for n in s.notes]
+    for store in stores:
+        x.helpers.need(f"trace/note{store['size']}")
+    left = sum(n.leaves for n in s.notes)
+    return _template("notes", x), _lane(x) | {"stores": stores, "run": _bytes(left, x), "lowest": LOWEST_PLACE}
+
+
+def _store(note: trace.Note, x: Scope) -> View:
     """A lane's place is the last quad of its next run if that were the longest."""
-    note, words = s.note, list(s.note.clocks)
+    words = list(note.clocks)
     if note.code is not None:
         told = f"{note.code << trace.ARGUMENT_BITS:#x}u"
         words = [f"{told} + {note.variable}" if note.variable else told, *words]
     quad, word = divmod(note.word, trace.QUAD)
     byte = _bytes(_longest_run(x.kernel) - trace.QUAD * (quad + 1) + note.left, x) + 4 * word
-    name = "note_shared" if x.role.elect else f"note{len(words)}"
-    return f"trace/{name}", _lane(x) | {"byte": byte, "words": ", ".join(words)}
-
-
-def _next_run(s: NextRun, x: Scope) -> tuple[str, View]:
-    return _template("next_run", x), _lane(x) | {"run": _bytes(s.words, x), "lowest": LOWEST_PLACE}
+    return {"size": len(words), "byte": byte, "words": ", ".join(words)}
 
 
 VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {
     StartLane: _end("start"),
     FinishLane: _end("finish"),
     trace.Mark: _mark,
-    StoreNote: _note,
-    NextRun: _next_run,
+    StoreNotes: _notes,
 }

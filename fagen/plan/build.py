@@ -211,5 +211,5 @@ def _with_trace(kernel: KernelPlan) -> KernelPlan:
         kernel,
         gmem=(*kernel.gmem, Gmem(name, "i32", (str(_trace_words(kernel)),), "workspace")),
         pointers=(*kernel.pointers, name),
-        params=(*kernel.params, Param("trace_first", "i32", sym("trace_first"))),
+        params=(*kernel.params, Param("trace_first", "i32", sym("trace_first")), Param("trace_count", "i32", sym("trace_count"))),
     )

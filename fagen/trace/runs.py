@@ -11,8 +11,15 @@ from .marks import Mark, Note
 
 QUAD = 4
 """Words that a store may write at most, and of which a run has whole ones."""
-SPARE = 160
-"""Registers a thread from which on a role keeps as many words to store them at once; with fewer it stores each by itself."""
+ROOMY = 160
+"""Registers a thread from which on a role keeps that many words until they are stored together."""
+
+
+def words_kept(role: st.Role) -> int:
+    """Words that a role keeps in registers to store them at once: a single thread has few registers, and time."""
+    if role.elect:
+        return 1
+    return QUAD if role.registers is None or role.registers >= ROOMY else 2
 
 
 @dataclass(frozen=True)
@@ -36,7 +43,7 @@ class _Placer:
 
     def __init__(self, role: st.Role, runs: dict[int, Run]):
         self._role, self._runs = role.name, runs
-        self._most = QUAD if not role.elect and (role.registers or SPARE) >= SPARE else 1
+        self._most = words_kept(role)
 
     def body(self, body: st.Body) -> st.Body:
         steps, run = list(body), list[int]()

@@ -35,6 +35,8 @@ PREPARE_SECONDS = 120.0
 ROUNDS = 10
 HOST_SHARE = 0.67
 """Of a launch's time on the GPU that queueing it may take on the host, for its time to mean anything."""
+EVERY_CTA = (1 << 31) - 1
+"""While a trace build is timed, all its CTAs write marks, as those do that are recorded."""
 MOST_OVERHEAD = 0.05
 """Of a trace build, above which its trace is of another kernel, as it were."""
 
@@ -164,8 +166,9 @@ def _item(
     item: Mapping[str, Any], request: Mapping[str, Any], channel: guard.Channel, device: int, timeout: float
 ) -> dict[str, Any]:
     stream = driver.own_stream(device)
-    kernels = [_kernel(item["folder"], item[n]) for n in ("normal", "traced")]
+    kernels = [_kernel(item["folder"], item[n]) for n in ("normal", "traced", "traced")]
     kernels[1].trace_first = request["cta"]
+    kernels[2].trace_count = EVERY_CTA
     plan, problem = kernels[0].plan, CheckProblem(**request["problem"])
     a = plan.attention
     case = make_case(a, plan.schedule, problem, seed=request["seed"])
@@ -182,7 +185,7 @@ def _item(
             _call(kernel, problem, (q, k, v, out.view, lse.view), device, stream) for kernel, (out, lse) in zip(kernels, outputs)
         ]
         try:
-            for name, call, (out, lse) in zip(("normal", "traced"), calls, outputs):
+            for name, call, (out, lse) in zip(("normal", "traced", "traced"), calls, outputs):
                 channel.doing(f"launch of {item[name]}", timeout)
                 out.poison()
                 lse.poison()
@@ -190,10 +193,10 @@ def _item(
                 driver.stream_synchronize(stream)
             found = [[x.download().tobytes() for x in of] for of in outputs]
             samples, host = _timed(
-                calls, stream, lambda: channel.doing(f"{item['traced']} and the normal build are timed", timeout)
+                (calls[0], calls[2]), stream, lambda: channel.doing(f"{item['traced']} and the normal build are timed", timeout)
             )
             channel.doing(f"launch of {item['traced']}", timeout)
-            for call in calls:
+            for call in calls[:2]:
                 call()
             driver.stream_synchronize(stream)
         except driver.DriverError as e:
@@ -204,7 +207,7 @@ def _item(
     for kernel in kernels:
         kernel.unload()
     times = {"normal": [s.ms for s in samples[0]], "traced": [s.ms for s in samples[1]]}
-    return {"file": str(file), **times, "host_ms": host, "same_bits": found[0] == found[1]}
+    return {"file": str(file), **times, "host_ms": host, "same_bits": found[0] == found[1] == found[2]}
 
 
 def _kernel(folder: str, name: str) -> Kernel:
