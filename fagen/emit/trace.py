@@ -95,7 +95,6 @@ def _place(x: Scope) -> View:
         "cta_count": x.c(sym("trace_count")),
         "instances": len(trace.instances_of(x.kernel)),
         "ctas": TRACE_CTAS,
-        "word_bytes": 4 * lanes,
         "all": lanes * TRACE_WORDS,
         "first": _bytes(TRACE_WORDS - _longest_run(x.kernel), x),
         "quad": QUAD_BYTES,

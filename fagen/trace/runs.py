@@ -89,9 +89,9 @@ class _Placer:
             joint = replace(marks[fork], joint=True)
             usual_marks.append(joint)
             other_marks.append(replace(other[-1], clock=joint.clock, word=joint.word, notes=joint.notes, joint=True))
-            self._runs[other[0].code] = Run(self._role, words, (*marks[:fork], *other_marks, *marks[fork + 1 :]))
             rename = replace(tells, code=other[0].code, left=words)
             other_marks[0] = replace(other_marks[0], notes=(*other_marks[0].notes, rename))
+            self._runs[other[0].code] = Run(self._role, words, (*marks[:fork], *other_marks, *marks[fork + 1 :]))
         for k, i in enumerate(run):
             step = steps[i]
             if isinstance(step, st.Vote):
