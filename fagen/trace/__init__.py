@@ -1,11 +1,11 @@
 """Trace builds (`plan(…, trace=True)`): kernels in which every role instance notes when it comes from one thing to the next.
 
 What a trace build has beside the normal one: after each step that takes time, or after a run of steps of one kind, the instance reads
-the SM's clock (`Mark`). Its first thread stores what was read, up to four words at once (`Note`), where registers are free and nobody
-waits. Which marks follow one another without a jump is known from the program, so only a name is stored for each such `Run`. Products and
-TMA loads run on by themselves: a product is in flight from the mark of its issue to that of the `MmaWait` that names its accumulator, a
-load from the mark of its issue to the first one of a `Wait` for its barrier. So the marks tell everything; `fagen.explore.trace` reads
-them.
+the SM's clock (`Mark`). One thread stores what was read, up to four words at once (`Note`); its warp alone takes the way to the stores,
+of each instance another one, so that the four schedulers of an SM share that work. Which marks follow one another without a jump is
+known from the program, so only a name is stored for each such `Run`. Products and TMA loads run on by themselves: a product is in flight
+from the mark of its issue to that of the `MmaWait` that names its accumulator, a load from the mark of its issue to the first one of a
+`Wait` for its barrier. So the marks tell everything; `fagen.explore.trace` reads them.
 
 Reading a clock is a place that ptxas moves no instruction across: a trace shows the program in the order in which it is written, also
 where the normal build has waits moved up in front of arithmetic (the fault early-wait of its report). The roles get no more registers
@@ -16,8 +16,9 @@ The buffer, in 32-bit words, E = `TRACE_WORDS`; a lane is a role instance of one
           + i, so that whether there is room shows in the sign of a lane's place
   8 · L   of lane i at its start: global timer (low, high), clock, SM number; at its end: timer (low, high), clock, words noted
 A run takes whole quads. Its first word is code << ARGUMENT_BITS | argument, the code of its first mark; each mark has a word with the low
-half of the clock (`Mark.word`). A run around a vote has the code of the first mark on the side `then` where that side was taken. At a
-run's end room is asked for the longest run; without it all later ones are counted, not kept.
+half of the clock (`Mark.word`). A run around a vote has the code of the first mark on the side `then` where the warp that stores took
+that side. Where a run is told the lane's place moves on; below 0 there is no room for the longest run, and all later ones are counted
+(up to 2^30 bytes of them), not kept.
 
 marks     what is marked
 runs      which marks follow one another, and what is stored together

@@ -18,10 +18,11 @@ import fagen
 from fagen import LaunchError
 from fagen.check import gpu as check_gpu_module
 from fagen.cli import run
+from fagen.explore.trace.run import EVERY_CTA
 from fagen.launch import Kernel
 from fagen.oracle import CheckProblem
 from fagen.plan import Plan, plan
-from fagen.plan.kernel import trace_buffer
+from fagen.plan.kernel import TRACE_CTAS, trace_buffer
 
 NORMAL_MS, TRACED_MS = 10000.0, 10200.0  # far above what NumPy takes here
 SETTINGS = ("--set", "head_dim=64", "--set", "tile_kv=64", "--set", "parallelism=persistent_static")
@@ -87,6 +88,10 @@ def _is(record: Path, p: Plan) -> bool:
     return bool(data["schedule"] == p.schedule.to_dict() and data.get("trace", False) == p.trace)
 
 
+WRITE: list[tuple[int, int]] = []
+"""Of each launch of a trace build: the first CTA that writes marks, and how many do."""
+
+
 def noting(p: Plan) -> Callable[[int], None]:
     """The kernel, which also fills its trace buffer."""
     compute = attention_kernel(p)
@@ -96,6 +101,7 @@ def noting(p: Plan) -> Callable[[int], None]:
         compute(params)
         _, arguments = read_arguments(p.kernels[0], params)
         first = arguments.trace_first
+        WRITE.append((first, arguments.trace_count))
         if first not in made:
             made[first] = simulated(p, PROBLEM, num_sms=2, first=first)[1]["attention"]
         address = getattr(arguments, trace_buffer("attention"))
@@ -150,7 +156,9 @@ def test_json_is_clean_and_beside_is_a_second_kernel(
 
 def test_another_first_cta(gpu: FakeCuda, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["trace", "fa3", *SETTINGS, *SHAPE, "--from", str(folder), "-o", str(tmp_path / "t.json")]
+    WRITE.clear()
     assert run([*command, "--cta", "1", "--json"]) == 0
+    assert WRITE[-1] == (1, TRACE_CTAS) and set(WRITE[2:-1]) == {(0, EVERY_CTA)}  # timed with marks in all CTAs
     (kernel,) = json.loads(capsys.readouterr().out)["kernels"]
     assert kernel["traces"][0]["ctas"] == 1
     names = [e["args"]["name"] for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e["name"] == "process_name"]
@@ -238,11 +246,11 @@ def test_build_refuses_debug_beside_trace(capsys: pytest.CaptureFixture[str], tm
 def test_a_kernels_trace_is_its_own_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     fake, p = install(monkeypatch), plans(True)
     kernel = Kernel(p, "// text", b"cubin", None)
-    seen: list[int] = []
+    seen: list[tuple[int, int]] = []
 
     def note(params: int) -> None:
         _, arguments = read_arguments(p.kernels[0], params)
-        seen.append(arguments.trace_first)
+        seen.append((arguments.trace_first, arguments.trace_count))
         (ctypes.c_uint32 * 2).from_address(arguments.trace_attention)[:] = (7, 9)
 
     fake.kernel = note
@@ -250,10 +258,10 @@ def test_a_kernels_trace_is_its_own_and_freed(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(LaunchError, match="traces of the devices"):
         kernel.trace_words()
     kernel(x, x, x)
-    kernel.trace_first = 5
+    kernel.trace_first, kernel.trace_count = 5, 1
     kernel(x, x, x)
     words = kernel.trace_words()["attention"]
-    assert seen == [0, 5] and words[:2].tolist() == [7, 9] and (words[2:] == 0xFFFFFFFF).all()
+    assert seen == [(0, TRACE_CTAS), (5, 1)] and words[:2].tolist() == [7, 9] and (words[2:] == 0xFFFFFFFF).all()
     buffers = len(fake.memory)
     kernel.unload()
     assert len(fake.memory) == buffers - 1

@@ -19,8 +19,8 @@ from fagen.explore.roofline import contiguous
 from fagen.oracle import CheckProblem, make_case, simulate
 from fagen.oracle.simulator import instance
 from fagen.plan import Plan
-from fagen.plan.kernel import TRACE_CTAS, TRACE_HEADER_WORDS, TRACE_WORDS, KernelLaunch
 from fagen.plan.expr import sym
+from fagen.plan.kernel import TRACE_CTAS, TRACE_HEADER_WORDS, TRACE_WORDS, KernelLaunch
 from fagen.trace import ARGUMENT_BITS, QUAD, Mark, instances_of, longest_run, marked
 
 CYCLES_PER_NS = 1.5
