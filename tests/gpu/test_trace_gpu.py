@@ -107,7 +107,9 @@ def test_tracing_costs_little(device: Any, tmp_path: Path, changes: dict[str, An
     found = traced("fa3", Problem(4, 4096, 4096, 16, 16), tmp_path, **changes).traced[0]
     for cost in (found.overhead, found.cta_overhead):
         assert cost is not None, found.why_not
-        assert cost.median <= MOST_OVERHEAD, f"{found.normal_ms:.4f} ms, {found.traced_ms:.4f} traced, {found.writing_ms:.4f} writing"
+        assert cost.median <= MOST_OVERHEAD, (
+            f"{found.normal_ms:.4f} ms, {found.traced_ms:.4f} traced, {found.writing_ms:.4f} writing"
+        )
 
 
 def test_the_command_on_carried_kernels(device: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

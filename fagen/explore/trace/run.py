@@ -142,12 +142,21 @@ def _traced(built: Built, launches: Sequence[Any], message: Mapping[str, Any]) -
     with np.load(message["file"]) as words:
         kernels = tuple(read(built.plan, launch, words[launch.name]) for launch in launches)
     normal, traced, writing = (message["ms"][n] for n in LAUNCHES)
-    host, ms = message["host_ms"], [statistics.median(x) for x in (normal, traced, writing)]
-    costs, why = [interval([t / n - 1 for n, t in zip(normal, x)]) for x in (traced, writing)], ""
-    if host > HOST_SHARE * ms[0]:
-        costs = [None, None]
-        why = f"a launch takes {1e3 * ms[0]:.0f} µs, queueing it {1e3 * host:.0f} µs: too short to be timed, a larger --shape tells"
-    return Traced(kernels, *ms, *costs, why, message["same_bits"])
+    whole, cta = (interval([t / n - 1 for n, t in zip(normal, x)]) for x in (traced, writing))
+    normal_ms, traced_ms, writing_ms = (statistics.median(x) for x in (normal, traced, writing))
+    us, host_us = 1e3 * normal_ms, 1e3 * message["host_ms"]
+    short = host_us > HOST_SHARE * us
+    why = f"a launch takes {us:.0f} µs, queueing it {host_us:.0f} µs: too short to be timed, a larger --shape tells"
+    return Traced(
+        kernels=kernels,
+        normal_ms=normal_ms,
+        traced_ms=traced_ms,
+        writing_ms=writing_ms,
+        overhead=None if short else whole,
+        cta_overhead=None if short else cta,
+        why_not=why if short else "",
+        same_bits=message["same_bits"],
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- the worker
