@@ -11,15 +11,19 @@ from .marks import Mark, Note
 
 QUAD = 4
 """Words that a store may write at most, and of which a run has whole ones."""
+NARROW = 96
+"""Registers a thread below which a role keeps a pair of clocks only."""
 ROOMY = 160
-"""Registers a thread from which on a role keeps that many words until they are stored together."""
+"""Registers a thread from which on a role keeps all the clocks before a softmax, so that one jump passes over their stores."""
 
 
-def words_kept(role: st.Role) -> int:
-    """Words that a role keeps in registers to store them at once: a single thread has few registers, and time."""
+def clocks_kept(role: st.Role) -> int:
+    """Clocks that a role keeps in registers until they are stored: a single thread has few registers, and time."""
     if role.elect:
         return 1
-    return QUAD if role.registers is None or role.registers >= ROOMY else 2
+    if role.registers is None or role.registers >= ROOMY:
+        return 6
+    return 3 if role.registers >= NARROW else 2
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class _Placer:
 
     def __init__(self, role: st.Role, runs: dict[int, Run]):
         self._role, self._runs = role.name, runs
-        self._most = words_kept(role)
+        self._kept = clocks_kept(role)
 
     def body(self, body: st.Body) -> st.Body:
         steps, run = list(body), list[int]()
@@ -78,9 +82,9 @@ class _Placer:
         variable = _variable(parts)
         told = next(k for k, m in enumerate(outer) if m.variable == variable)
         tells = Note(0, (), outer[0].code, variable)
-        layout = _Layout(self._most)
+        layout = _Layout(self._kept)
         marks = layout.noted(outer, _groups(outer, told, fork), told, tells)
-        sides = [_Layout(self._most, layout.end) for _ in range(2)]
+        sides = [_Layout(self._kept, layout.end) for _ in range(2)]
         usual_marks, other_marks = (x.noted(side[:-1], _groups(side[:-1])) for x, side in zip(sides, (usual, other)))
         words = -(-max(x.end for x in sides) // QUAD) * QUAD
         marks, usual_marks, other_marks = _leaving(marks, words), _left(usual_marks, words), _left(other_marks, words)
@@ -103,12 +107,14 @@ class _Placer:
 class _Layout:
     """The words of a run, from its beginning on. What is stored at once lies at a multiple of its size."""
 
-    def __init__(self, most: int, end: int = 0):
-        self._most, self.end = most, end
+    def __init__(self, kept: int, end: int = 0):
+        self._kept, self.end = kept, end
 
     def noted(self, marks: Sequence[Mark], groups: Sequence[list[int]], told: int = -1, tells: Note | None = None) -> list[Mark]:
-        """The marks with their words and notes. `tells` goes with the last store of the group of mark `told`, at the run's beginning."""
-        chunks = [chunk for group in groups for chunk in self._chunks(group, tells if told in group else None)]
+        """The marks with their words and notes. `tells` goes with the last stores of the group of mark `told`, at the run's beginning."""
+        chunks = []
+        for group in groups:
+            chunks += self._chunks(group, tells if told in group else None, self._at_once(marks[group[0]].what == "softmax"))
         self.end += sum(_size(len(chunk) + 1) for _, chunk, telling in chunks if telling)
         out = list(marks)
         for at, chunk, telling in chunks:
@@ -120,12 +126,22 @@ class _Layout:
             out[at] = replace(out[at], notes=(*out[at].notes, note))
         return out
 
-    def _chunks(self, group: list[int], tells: Note | None) -> list[tuple[int, list[int], Note | None]]:
-        """What is stored together: the mark after which, the marks, and what tells the run or None."""
-        parts = [group[i : i + self._most] for i in range(0, len(group), self._most)]
-        if tells and len(parts[-1]) == self._most:
-            parts.append([])
-        return [((part or group)[-1], part, tells if part is parts[-1] else None) for part in parts]
+    def _at_once(self, tight: bool) -> int:
+        """Words that a store may write. What is stored at once has its registers side by side, all taken from the first clock on: where a
+        softmax leaves few, only two."""
+        return min(self._kept, 2) if tight and self._kept < QUAD else _size(min(self._kept, QUAD))
+
+    def _chunks(self, group: list[int], tells: Note | None, words: int) -> list[tuple[int, list[int], Note | None]]:
+        """What is stored at once: the mark after which, the marks, and what tells the run or None, which is stored last."""
+        chunks: list[tuple[int, list[int], Note | None]] = []
+        for i in range(0, len(group), self._kept):
+            part = group[i : i + self._kept]
+            telling = tells if i + self._kept >= len(group) else None
+            beside = words - 1 if telling else 0  # clocks in the store that tells
+            rest = part[beside:]
+            chunks += [(part[-1], rest[k : k + words], None) for k in range(0, len(rest), words)]
+            chunks += [(part[-1], part[:beside], telling)] if telling else []
+        return chunks
 
     def _take(self, words: int) -> int:
         first = -(-self.end // words) * words
