@@ -17,7 +17,7 @@ from . import descales, driver
 from .arguments import ONES, TENSORS, BoundCall
 from .errors import InputError, LaunchError
 from .interop import Array, check, common_device, common_framework, output_shapes, stream_handle
-from .plan.kernel import DESCALES, Plan, Problem
+from .plan.kernel import DESCALES, TRACE_CTAS, Plan, Problem
 from .records import Records, is_own
 from .torch_calls import Key, ReadyCall, Scales, TorchCalls, key_of
 from .workspace import new_user, workspaces
@@ -68,7 +68,7 @@ class Kernel:
         self._user = new_user()
         self._setup = threading.Lock()
         self._loaded: dict[int, tuple[int, tuple[int, ...]]] = {}  # device → module, functions in the plan's order
-        self._trace_first = 0
+        self._trace_first, self._trace_count = 0, TRACE_CTAS
         self._records = Records(plan)
         self._bound: dict[Any, BoundCall] = {}
         self._torch_calls = TorchCalls(MAX_BOUND_CALLS)
@@ -198,7 +198,7 @@ class Kernel:
             with self._setup:
                 functions = self._load(device, stream)
                 sms = driver.device_info(device).num_sms
-                launch = self.plan.bind(problem, strides, sms, self._seed, scale_strides, self._trace_first)
+                launch = self.plan.bind(problem, strides, sms, self._seed, scale_strides, self._trace_first, self._trace_count)
                 pool = workspaces(device) if self._needs_pool else None
                 own = self._records.addresses(device, launch)
                 bound = BoundCall(self.plan, launch, device, functions, pool, own, self._user)
@@ -284,6 +284,18 @@ class Kernel:
     def trace_first(self, value: int) -> None:
         with self._setup:
             self._trace_first = value
+            self._forget_bound()
+
+    @property
+    def trace_count(self) -> int:
+        """How many CTAs of a trace build write marks (the scalar `trace_count` of `Plan.bind`); other builds ignore it. Only so many as
+        have lanes of their own (the default) can be read."""
+        return self._trace_count
+
+    @trace_count.setter
+    def trace_count(self, value: int) -> None:
+        with self._setup:
+            self._trace_count = value
             self._forget_bound()
 
     def trace_words(self, device: int | None = None) -> dict[str, Any]:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from ..compile import Built
+    from ..explore.timing import Interval
     from ..explore.trace.run import Run, Traced
     from ..plan import Problem
 
@@ -156,13 +157,17 @@ def _facts(run: Run, pairs: Sequence[tuple[Built, Built]], titles: Sequence[str]
 def _kernel_facts(traced: Traced, normal: Built, title: str) -> dict[str, Any]:
     from ..explore.trace import measure
 
-    cost = traced.overhead
+    def cost(of: Interval | None) -> dict[str, float] | None:
+        return None if of is None else {"median": of.median, "low": of.low, "high": of.high}
+
     return {
         "title": title,
         "plan": normal.plan.id,
         "normal_ms": traced.normal_ms,
         "traced_ms": traced.traced_ms,
-        "overhead": None if cost is None else {"median": cost.median, "low": cost.low, "high": cost.high},
+        "writing_ms": traced.writing_ms,
+        "overhead": cost(traced.overhead),
+        "cta_overhead": cost(traced.cta_overhead),
         "overhead_unknown": traced.why_not,
         "same_bits": traced.same_bits,
         "traces": [measure(k).to_dict() for k in traced.kernels],
@@ -200,9 +205,11 @@ def _sentence(measured: dict[str, Any]) -> str:
 def _warn(entry: dict[str, Any], normal: Built) -> None:
     from ..explore.trace.run import MOST_OVERHEAD
 
-    title, cost = entry["title"], entry["overhead"]
-    if cost is not None and cost["median"] > MOST_OVERHEAD:
-        common.note(f"warning: {title}: tracing costs {cost['median']:.1%}, above {MOST_OVERHEAD:.0%}; read its times with care")
+    title = entry["title"]
+    costs = {"the launch": entry["overhead"], "a recorded CTA": entry["cta_overhead"]}
+    high = [f"{of} {c['median']:.1%}" for of, c in costs.items() if c is not None and c["median"] > MOST_OVERHEAD]
+    if high:
+        common.note(f"warning: {title}: tracing costs {' and '.join(high)}, above {MOST_OVERHEAD:.0%}; read its times with care")
     for m in entry["traces"]:
         if m["dropped"]:
             common.note(
@@ -229,10 +236,12 @@ def _print(facts: dict[str, Any], files: Sequence[str]) -> None:
 
 def _cost(entry: dict[str, Any]) -> str:
     times = f"normal {entry['normal_ms']:.4f} ms, traced {entry['traced_ms']:.4f} ms a launch"
-    cost = entry["overhead"]
-    if cost is None:
+    whole, cta = (
+        c and f"{c['median']:+.1%} ({c['low']:+.1%} to {c['high']:+.1%})" for c in (entry["overhead"], entry["cta_overhead"])
+    )
+    if whole is None:
         return f"  {times}; overhead unknown: {entry['overhead_unknown']}"
-    return f"  {times}: overhead {cost['median']:+.1%} ({cost['low']:+.1%} to {cost['high']:+.1%})"
+    return f"  {times}: overhead {whole}, within a recorded CTA {cta}"
 
 
 def _measured(m: dict[str, Any], named: bool) -> list[str | Table]:

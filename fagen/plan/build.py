@@ -204,12 +204,12 @@ def _with_trace(kernel: KernelPlan) -> KernelPlan:
     """The trace buffer, the first CTA to record, and (where a single thread is a role) a place in shared memory for what it has no
     registers for."""
     if any(r.elect for r in kernel.roles):
-        note = Smem(TRACE_NOTE, 1, 2, "i32", 1, swizzle="none", offset=-(-kernel.smem_bytes // 16) * 16)
+        note = Smem(TRACE_NOTE, 1, 1, "i32", 1, swizzle="none", offset=-(-kernel.smem_bytes // 16) * 16)
         kernel = replace(kernel, smem=(*kernel.smem, note), smem_bytes=note.offset + note.tile_bytes)
     name = trace_buffer(kernel.name)
     return replace(
         kernel,
         gmem=(*kernel.gmem, Gmem(name, "i32", (str(_trace_words(kernel)),), "workspace")),
         pointers=(*kernel.pointers, name),
-        params=(*kernel.params, Param("trace_first", "i32", sym("trace_first"))),
+        params=(*kernel.params, Param("trace_first", "i32", sym("trace_first")), Param("trace_count", "i32", sym("trace_count"))),
     )

@@ -167,11 +167,12 @@ class Plan:
         seed: int = 0,
         descales: Mapping[str, tuple[int, ...] | float] | None = None,
         trace_first: int = 0,
+        trace_count: int = TRACE_CTAS,
     ) -> Launch:
         """Evaluate everything that depends on the call. `strides[t]` for t in q, k, v, out: over batch, seq and head, in elements
         (of a V given transposed: over batch, head_dim and head). `descales[t]` for those given: the strides of an array, whose address
         goes into Params, or the number itself (address null); default 1. `seed`: of a debug build's delays; `trace_first`: the first
-        CTA that a trace build records.
+        CTA that a trace build records; `trace_count`: how many write marks, which can be read if no two share a lane.
 
         Raises InputError where a size is outside what the kernel's 32-bit tile arithmetic or the grid can hold.
         """
@@ -182,7 +183,7 @@ class Plan:
         for name, what in (("sq", "seqlen_q"), ("sk", "seqlen_k"), ("batch", "batch"), ("hq", "heads")):
             if not 0 <= env[name] < 1 << 30:
                 raise InputError("k" if name == "sk" else "q", f"{what} {env[name]} is outside 0 … 2^30 − 1")
-        env |= {"num_sms": num_sms, "seed": seed, "trace_first": trace_first}
+        env |= {"num_sms": num_sms, "seed": seed, "trace_first": trace_first, "trace_count": trace_count}
         numbers: dict[str, float] = {}
         for name in DESCALES:
             given = (descales or {}).get(name, 1.0)

@@ -41,6 +41,8 @@ class LaunchRecord:
     smem: int
     stream: int
     context: int
+    ms: float = 1.0
+    """What it takes, by events."""
 
 
 @dataclass
@@ -55,7 +57,6 @@ class FakeCuda:
     local: threading.local = field(default_factory=threading.local)
     memory: dict[int, Any] = field(default_factory=dict)
     events: dict[int, int] = field(default_factory=dict)  # event → launches before it
-    launch_ms: Callable[[int], float] = lambda function: 1.0
 
     @property
     def contexts(self) -> list[int]:
@@ -140,8 +141,7 @@ class FakeCuda:
         return (OK,)
 
     def do_cuEventElapsedTime(self, start: int, end: int) -> Any:
-        """A launch takes `launch_ms` of its function."""
-        return OK, sum(self.launch_ms(r.function) for r in self.launches[self.events[start] : self.events[end]])
+        return OK, sum(r.ms for r in self.launches[self.events[start] : self.events[end]])
 
     def do_cuStreamIsCapturing(self, stream: int) -> Any:
         return OK, real.CUstreamCaptureStatus(int(stream in self.capturing))

@@ -18,12 +18,14 @@ import fagen
 from fagen import LaunchError
 from fagen.check import gpu as check_gpu_module
 from fagen.cli import run
+from fagen.explore.trace.run import EVERY_CTA
 from fagen.launch import Kernel
 from fagen.oracle import CheckProblem
 from fagen.plan import Plan, plan
-from fagen.plan.kernel import trace_buffer
+from fagen.plan.kernel import TRACE_CTAS, trace_buffer
 
-NORMAL_MS, TRACED_MS = 10000.0, 10200.0  # far above what NumPy takes here
+MS = {"normal": 10000.0, "traced": 10200.0, "writing": 10300.0}
+"""What a launch takes, of `run.LAUNCHES`: far above what NumPy takes here."""
 SETTINGS = ("--set", "head_dim=64", "--set", "tile_kv=64", "--set", "parallelism=persistent_static")
 PROBLEM = CheckProblem(1, 300, 200, 2, 1)
 SHAPE = ("--shape", "1,2,1,300,200")
@@ -53,7 +55,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> FakeCuda:
     monkeypatch.setattr("fagen.explore.trace.run.burst", quick_burst)
     known: dict[bytes, int] = {}
     behaviour: dict[int, Callable[[int], None]] = {}
-    cost: dict[int, float] = {}
+    traces: set[int] = set()
     for overlap in ("both", "within"):
         for trace in (False, True):
             p = plans(trace, overlap=overlap)
@@ -61,7 +63,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> FakeCuda:
             handle = 0x100 + len(known)
             known[(folder / f"{name}.cubin").read_bytes()] = handle
             behaviour[handle] = noting(p) if trace else attention_kernel(p)
-            cost[handle] = TRACED_MS if trace else NORMAL_MS
+            traces |= {handle} if trace else set()
     multiprocessors = FakeCuda.do_cuDeviceGetAttribute
 
     def attribute(self: FakeCuda, what: Any, device: int) -> Any:
@@ -70,8 +72,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch, folder: Path) -> FakeCuda:
     monkeypatch.setattr(FakeCuda, "do_cuDeviceGetAttribute", attribute)
     monkeypatch.setattr(FakeCuda, "do_cuModuleLoadData", staticmethod(lambda self, image: (0, known[image])))
     monkeypatch.setattr(FakeCuda, "do_cuModuleGetFunction", staticmethod(lambda self, module, name: (0, module)))
-    fake.kernel = lambda params: behaviour[fake.launches[-1].function](params)
-    fake.launch_ms = cost.__getitem__
+
+    def kernel(params: int) -> None:
+        launch = fake.launches[-1]
+        behaviour[launch.function](params)
+        launch.ms = MS["normal" if launch.function not in traces else "writing" if WRITE[-1][1] == EVERY_CTA else "traced"]
+
+    fake.kernel = kernel
     return fake
 
 
@@ -87,6 +94,10 @@ def _is(record: Path, p: Plan) -> bool:
     return bool(data["schedule"] == p.schedule.to_dict() and data.get("trace", False) == p.trace)
 
 
+WRITE: list[tuple[int, int]] = []
+"""Of each launch of a trace build: the first CTA that writes marks, and how many do."""
+
+
 def noting(p: Plan) -> Callable[[int], None]:
     """The kernel, which also fills its trace buffer."""
     compute = attention_kernel(p)
@@ -96,6 +107,7 @@ def noting(p: Plan) -> Callable[[int], None]:
         compute(params)
         _, arguments = read_arguments(p.kernels[0], params)
         first = arguments.trace_first
+        WRITE.append((first, arguments.trace_count))
         if first not in made:
             made[first] = simulated(p, PROBLEM, num_sms=2, first=first)[1]["attention"]
         address = getattr(arguments, trace_buffer("attention"))
@@ -119,7 +131,8 @@ def test_files_and_numbers(gpu: FakeCuda, folder: Path, tmp_path: Path, capsys: 
     assert run(["trace", "fa3", *SETTINGS, *SHAPE, "--from", str(folder), "-o", str(output), "--svg", str(svg)]) == 0
     out, err = capsys.readouterr()
     assert "1,2,1,300,200 on Fake GPU" in out
-    assert "normal 10000.0000 ms, traced 10200.0000 ms a launch: overhead +2.0% (+2.0% to +2.0%)" in out
+    assert "normal 10000.0000 ms, traced 10200.0000 ms a launch: " in out
+    assert "overhead +2.0% (+2.0% to +2.0%), within a recorded CTA +3.0% (+3.0% to +3.0%)\n" in out
     assert "2 CTAs recorded, SM clock 1500 MHz" in out
     assert "softmax of consumer 0:" in out and "under products:" in out and "of them under work" in out
     assert "wait data" in out and "producer" in out and "a tile takes" in out
@@ -141,39 +154,64 @@ def test_json_is_clean_and_beside_is_a_second_kernel(
     assert [k["title"].partition(",")[0].split()[-1] for k in facts["kernels"]][1] == "overlap=within"
     for kernel in facts["kernels"]:
         assert kernel["overhead"]["median"] == pytest.approx(0.02) and kernel["same_bits"]
+        assert kernel["cta_overhead"]["median"] == pytest.approx(0.03) and kernel["writing_ms"] == MS["writing"]
         assert {x["lane"] for x in kernel["traces"][0]["softmax"]} == {"consumer 0", "consumer 1", "consumer 2"}
     turns = ["wait turn" in k["traces"][0]["time"]["consumer"] for k in facts["kernels"]]
     assert turns == [True, False]  # without ping-pong nobody waits for a turn
-    processes = {e["pid"] for e in json.loads(output.read_text())["traceEvents"]}
+    written = json.loads(output.read_text())
+    assert written["otherData"]["kernels"][0]["cta_overhead"] == facts["kernels"][0]["cta_overhead"]
+    processes = {e["pid"] for e in written["traceEvents"]}
     assert len(processes) == 4 and svg.read_text().count("font-weight='bold'") == 2
 
 
 def test_another_first_cta(gpu: FakeCuda, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["trace", "fa3", *SETTINGS, *SHAPE, "--from", str(folder), "-o", str(tmp_path / "t.json")]
+    WRITE.clear()
     assert run([*command, "--cta", "1", "--json"]) == 0
+    recorded, writing = (1, TRACE_CTAS), (0, EVERY_CTA)
+    assert WRITE[:2] == [recorded, writing] and WRITE[-1] == recorded  # results compared; the launch that is shown
+    assert WRITE[2:-1].count(recorded) == WRITE[2:-1].count(writing) > 4  # timed
     (kernel,) = json.loads(capsys.readouterr().out)["kernels"]
     assert kernel["traces"][0]["ctas"] == 1
     names = [e["args"]["name"] for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e["name"] == "process_name"]
     assert len(names) == 1 and "CTA 1 on SM 40" in names[0]
 
 
-def test_an_expensive_trace_is_said(gpu: FakeCuda, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cheap = gpu.launch_ms
-    gpu.launch_ms = lambda function: 10700.0 if cheap(function) == TRACED_MS else NORMAL_MS
+@pytest.mark.parametrize(
+    ("ms", "said"),
+    [
+        ({"traced": 10700.0, "writing": 10300.0}, "tracing costs the launch 7.0%, above 5%"),
+        ({"traced": 10100.0, "writing": 10600.0}, "tracing costs a recorded CTA 6.0%, above 5%"),
+        ({"traced": 10700.0, "writing": 10800.0}, "tracing costs the launch 7.0% and a recorded CTA 8.0%, above 5%"),
+    ],
+)
+def test_an_expensive_trace_is_said(
+    gpu: FakeCuda,
+    folder: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    ms: dict[str, float],
+    said: str,
+) -> None:
+    for launch, value in ms.items():
+        monkeypatch.setitem(MS, launch, value)
     command = ["trace", "fa3", *SETTINGS, *SHAPE, "--from", str(folder), "-o", str(tmp_path / "t.json")]
     assert run(command) == 0
-    assert "tracing costs 7.0%, above 5%" in capsys.readouterr().err
+    assert said in capsys.readouterr().err
 
 
 def test_launches_too_short_to_time_are_said(
     gpu: FakeCuda, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gpu.launch_ms = lambda function: 1e-6
     command = ["trace", "fa3", *SETTINGS, *SHAPE, "--from", str(folder), "-o", str(tmp_path / "t.json")]
     with pytest.MonkeyPatch.context() as m:
+        for launch in MS:
+            m.setitem(MS, launch, 1e-6)
         m.setattr("fagen.explore.trace.run.launches_for", lambda measured_ms, launches: 2)
         assert run(command) == 0
-    assert "overhead unknown: a launch takes 0 µs, queueing it" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "within a recorded CTA" not in out and "overhead unknown: a launch takes 0 µs, queueing it" in out
 
 
 def test_other_results_fail(gpu: FakeCuda, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -182,7 +220,7 @@ def test_other_results_fail(gpu: FakeCuda, folder: Path, tmp_path: Path, capsys:
 
     def wrong(params: int) -> None:
         right(params)
-        if gpu.launch_ms(gpu.launches[-1].function) == TRACED_MS:
+        if gpu.launches[-1].ms == MS["traced"]:
             _, arguments = read_arguments(plans(True).kernels[0], params)
             ctypes.memset(arguments.out, 0, 64)
 
@@ -238,11 +276,11 @@ def test_build_refuses_debug_beside_trace(capsys: pytest.CaptureFixture[str], tm
 def test_a_kernels_trace_is_its_own_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     fake, p = install(monkeypatch), plans(True)
     kernel = Kernel(p, "// text", b"cubin", None)
-    seen: list[int] = []
+    seen: list[tuple[int, int]] = []
 
     def note(params: int) -> None:
         _, arguments = read_arguments(p.kernels[0], params)
-        seen.append(arguments.trace_first)
+        seen.append((arguments.trace_first, arguments.trace_count))
         (ctypes.c_uint32 * 2).from_address(arguments.trace_attention)[:] = (7, 9)
 
     fake.kernel = note
@@ -250,10 +288,10 @@ def test_a_kernels_trace_is_its_own_and_freed(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(LaunchError, match="traces of the devices"):
         kernel.trace_words()
     kernel(x, x, x)
-    kernel.trace_first = 5
+    kernel.trace_first, kernel.trace_count = 5, 1
     kernel(x, x, x)
     words = kernel.trace_words()["attention"]
-    assert seen == [0, 5] and words[:2].tolist() == [7, 9] and (words[2:] == 0xFFFFFFFF).all()
+    assert seen == [(0, TRACE_CTAS), (5, 1)] and words[:2].tolist() == [7, 9] and (words[2:] == 0xFFFFFFFF).all()
     buffers = len(fake.memory)
     kernel.unload()
     assert len(fake.memory) == buffers - 1

@@ -1,7 +1,7 @@
 """Trace buffers without a GPU: the simulator runs a kernel with its marks, and what a GPU would have stored is put together.
 
-The words are put into the buffer as the emitted functions `mark`, `next_run` and `note` do it, place and room kept step by step; what
-they leave out holds what an earlier launch might have left. Every mark takes a random time from 10 to 99 cycles of its CTA's clock, whose lower half runs over soon after the start.
+The words are put into the buffer as the emitted functions `note…` and `next_run` do it, the place kept step by step; what they leave
+out holds what an earlier launch might have left. Every mark takes a random time from 10 to 99 cycles of its CTA's clock, whose lower half runs over soon after the start.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from fagen.explore.roofline import contiguous
 from fagen.oracle import CheckProblem, make_case, simulate
 from fagen.oracle.simulator import instance
 from fagen.plan import Plan
+from fagen.plan.expr import sym
 from fagen.plan.kernel import TRACE_CTAS, TRACE_HEADER_WORDS, TRACE_WORDS, KernelLaunch
-from fagen.trace import ARGUMENT_BITS, Mark, instances_of, longest_run, marked
+from fagen.trace import ARGUMENT_BITS, QUAD, Mark, instances_of, longest_run, marked
 
 CYCLES_PER_NS = 1.5
 START = 0xFFFFF000
@@ -28,9 +29,11 @@ START = 0xFFFFF000
 ZERO_NS = 1 << 33
 LEFT_BEHIND = 0x00000007
 """The word of a run that may well be one: a reader must not come to it."""
+SPOILED = 0x00000009
+"""Such a word, too, where a store writes more than it has."""
 
-Noted = dict[tuple[str, int, str, int], list[tuple[int, Mark, int]]]
-"""(kernel, CTA, role, instance) → (cycles since the CTA's start, mark, argument of what it tells)."""
+Noted = dict[tuple[str, int, str, int], list[tuple[int, Mark, list[int]]]]
+"""(kernel, CTA, role, instance) → (cycles since the CTA's start, mark, arguments of its notes)."""
 
 
 @contextmanager
@@ -42,8 +45,8 @@ def _noting(found: Noted, seed: int) -> Iterator[list[str]]:
             return  # inside a vote: the first warp takes the other side
         at = (kernel[0], self.cta.index)
         now[at] += rng.randint(10, 99)
-        argument = self.value(step.tells.argument) if step.tells else 0
-        found.setdefault((*at, self.role.name, self.index), []).append((now[at], step, argument))
+        arguments = [self.value(sym(n.variable)) if n.variable else 0 for n in step.notes]
+        found.setdefault((*at, self.role.name, self.index), []).append((now[at], step, arguments))
 
     instance._ACTIONS[Mark] = note
     try:
@@ -83,7 +86,7 @@ def simulated(
 def _words(kernel: Any, found: Noted, first: int) -> Any:
     instances = instances_of(kernel)
     lanes = TRACE_CTAS * len(instances)
-    noted = np.full((TRACE_WORDS, lanes), LEFT_BEHIND, np.uint32)
+    noted = np.full((TRACE_WORDS // QUAD, lanes, QUAD), LEFT_BEHIND, np.uint32)
     headers = np.full((lanes, TRACE_HEADER_WORDS), 0xFFFFFFFF, np.uint32)
     for c in range(TRACE_CTAS):
         of_cta = {k: v for k, v in found.items() if k[:2] == (kernel.name, first + c)}
@@ -94,8 +97,8 @@ def _words(kernel: Any, found: Noted, first: int) -> Any:
                 continue
             lane, late = c * len(instances) + i, 5 * i
             words = _Lane(noted[:, lane], longest_run(kernel))
-            for t, mark, argument in marks:
-                words.mark((START + t + late) & 0xFFFFFFFF, mark, argument)
+            for t, mark, arguments in marks:
+                words.mark((START + t + late) & 0xFFFFFFFF, mark, arguments)
             headers[lane] = (
                 *_timer(late + 1500 * c),
                 START + late,
@@ -108,29 +111,29 @@ def _words(kernel: Any, found: Noted, first: int) -> Any:
 
 
 class _Lane:
-    """A lane's column of the buffer, and its place in it as the kernel keeps it: a row, and whether the longest run has room there."""
+    """A lane's quads of the buffer, and its place there as the kernel keeps it: that of the last quad of its next run, if it were the
+    longest. Clocks stay in variables until they are stored."""
 
-    def __init__(self, column: Any, longest: int):
-        self._column, self._longest, self._row = column, longest, TRACE_WORDS - 1
-        self._room = self._row >= longest - 1
+    def __init__(self, quads: Any, longest: int):
+        self._quads, self._longest, self._clocks = quads, longest // QUAD, dict[str, int]()
+        self._place = len(quads) - self._longest
 
     @property
     def count(self) -> int:
-        return TRACE_WORDS - 1 - self._row
+        return QUAD * (len(self._quads) - self._longest - self._place)
 
-    def mark(self, clock: int, mark: Mark, argument: int) -> None:
-        self._note(mark.at, clock)
-        if mark.tells is None:
-            return
-        self._note(mark.tells.at, mark.tells.code << ARGUMENT_BITS | argument)
-        if mark.tells.words:
-            self._row -= mark.tells.words
-            self._room = self._row >= self._longest - 1
-
-    def _note(self, at: int, word: int) -> None:
-        if self._room:
-            assert 0 <= self._row + at < TRACE_WORDS
-            self._column[self._row + at] = word
+    def mark(self, clock: int, mark: Mark, arguments: list[int]) -> None:
+        self._clocks[mark.clock] = clock
+        for note, argument in zip(mark.notes, arguments):
+            told = [] if note.code is None else [note.code << ARGUMENT_BITS | argument]
+            words = [*told, *(self._clocks.pop(c) for c in note.clocks)]
+            size = next(n for n in (1, 2, 4) if n >= len(words))
+            assert note.word % size == 0 and note.word % QUAD + size <= QUAD  # what a store may write
+            if self._place >= 0:
+                quad, first = divmod(note.word, QUAD)
+                row = self._quads[self._place + self._longest - 1 - quad + note.left // QUAD]
+                row[first : first + size] = [*words, *[SPOILED] * (size - len(words))]
+            self._place -= note.leaves // QUAD
 
 
 def _timer(cycles: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from ...errors import InputError
 from ...plan import steps as st
 from ...plan.kernel import TRACE_CTAS, TRACE_HEADER_WORDS, TRACE_WORDS, KernelLaunch, KernelPlan, Plan, scalar_env
 from ...plan.tiles import Tiles
-from ...trace import ARGUMENT_BITS, Mark, Run, instances_of, longest_run, runs_of
+from ...trace import ARGUMENT_BITS, QUAD, Mark, Run, instances_of, longest_run, runs_of
 
 Words = npt.NDArray[np.uint32]
 
@@ -52,7 +52,8 @@ class Track:
 @dataclass(frozen=True)
 class Lane:
     """A role instance of a CTA. `spans` follow one another without a gap; `tiles` are its times between the beginnings of tiles.
-    `dropped`: words for which there was no room, after the last span: a mark takes one, a run of marks another."""
+    `dropped`: words for which there was no room, after the last span: a mark takes one, what tells a run of marks another, and a run is
+    filled up to whole quads."""
 
     name: str
     role: str
@@ -104,7 +105,7 @@ def read(plan: Plan, launch: KernelLaunch, words: Words) -> KernelTrace:
     count = min(TRACE_CTAS, launch.grid - first)
     if count <= 0:
         raise InputError("words", f"nothing was recorded: CTA {first} is not among the {launch.grid} of kernel {kernel.name}")
-    noted = words[: TRACE_WORDS * lanes].reshape(TRACE_WORDS, lanes)[::-1]
+    noted = words[: TRACE_WORDS * lanes].reshape(-1, lanes, QUAD)[::-1]
     headers = words[TRACE_WORDS * lanes :].reshape(TRACE_CTAS, len(instances), TRACE_HEADER_WORDS)
     _check_headers(kernel, headers[:count], first)
     decoder = _Decoder(plan, kernel, env)
@@ -112,7 +113,7 @@ def read(plan: Plan, launch: KernelLaunch, words: Words) -> KernelTrace:
     zero = _timer(headers[0, 0, 0:2])
     for c in range(count):
         base = c * len(instances)
-        ctas.append(decoder.cta(first + c, headers[c], [noted[:, base + i] for i in range(len(instances))], zero))
+        ctas.append(decoder.cta(first + c, headers[c], [noted[:, base + i].ravel() for i in range(len(instances))], zero))
     return KernelTrace(kernel.name, tuple(ctas), _rate(kernel, headers[:count]))
 
 
@@ -188,7 +189,7 @@ class _Decoder:
             if at + run.words + self._longest > TRACE_WORDS:
                 break
             noted.marks += run.marks
-            noted.clocks += [int(words[at + m.slot]) for m in run.marks]
+            noted.clocks += [int(words[at + m.word]) for m in run.marks]
             noted.arguments += [argument] * len(run.marks)
             at += run.words
         if at > count:

@@ -1,7 +1,8 @@
 """Tracing on a GPU: a watched subprocess runs each kernel beside its trace build, times both, and brings the marks home.
 
-Both must give the same bits. Timing is interleaved (`timing.burst`), by events of the driver; the marks are those of a last launch, which
-follows one of the normal build, so that the GPU is awake and the L2 cache warm.
+All must give the same bits. Timing is interleaved (`timing.burst`), by events of the driver: the normal build, the trace build as it is
+recorded, and the trace build with all its CTAs writing marks. The marks are those of a last launch, which follows one of the normal
+build, so that the GPU is awake and the L2 cache warm.
 """
 
 from __future__ import annotations
@@ -35,19 +36,27 @@ PREPARE_SECONDS = 120.0
 ROUNDS = 10
 HOST_SHARE = 0.67
 """Of a launch's time on the GPU that queueing it may take on the host, for its time to mean anything."""
+EVERY_CTA = (1 << 31) - 1
+"""So many CTAs write marks where it is timed what writing costs the CTA that writes."""
+LAUNCHES = ("normal", "traced", "writing")
+"""What is timed: the normal build, the trace build as it is recorded, and the trace build with all CTAs writing."""
 MOST_OVERHEAD = 0.05
 """Of a trace build, above which its trace is of another kernel, as it were."""
 
 
 @dataclass(frozen=True)
 class Traced:
-    """A kernel's trace and what tracing cost. `normal_ms`, `traced_ms`: of a launch. `overhead`: median of traced over normal, −1, with
-    its interval over the rounds; None where launches are too short to be timed (`why_not`). `same_bits`: of out and lse."""
+    """A kernel's trace and what tracing cost. `normal_ms`, `traced_ms`, `writing_ms`: of a launch of the normal build, of the trace build
+    as it is recorded, where a few CTAs write marks, and of the trace build with all CTAs writing. `overhead`: median of traced over
+    normal, −1, with its interval over the rounds; `cta_overhead`: the same of writing over normal, which is what tracing costs a recorded
+    CTA. Both None where launches are too short to be timed (`why_not`). `same_bits`: of out and lse, in all three."""
 
     kernels: tuple[KernelTrace, ...]
     normal_ms: float
     traced_ms: float
+    writing_ms: float
     overhead: Interval | None
+    cta_overhead: Interval | None
     why_not: str
     same_bits: bool
 
@@ -132,14 +141,22 @@ def _launches(built: Built, problem: Problem, sms: int, cta: int) -> tuple[Any, 
 def _traced(built: Built, launches: Sequence[Any], message: Mapping[str, Any]) -> Traced:
     with np.load(message["file"]) as words:
         kernels = tuple(read(built.plan, launch, words[launch.name]) for launch in launches)
-    normal, traced, host = (message[n] for n in ("normal", "traced", "host_ms"))
-    pair = statistics.median(normal), statistics.median(traced)
-    if host > HOST_SHARE * pair[0]:
-        why = (
-            f"a launch takes {1e3 * pair[0]:.0f} µs, queueing it {1e3 * host:.0f} µs: too short to be timed, a larger --shape tells"
-        )
-        return Traced(kernels, *pair, None, why, message["same_bits"])
-    return Traced(kernels, *pair, interval([t / n - 1 for n, t in zip(normal, traced)]), "", message["same_bits"])
+    normal, traced, writing = (message["ms"][n] for n in LAUNCHES)
+    whole, cta = (interval([t / n - 1 for n, t in zip(normal, x)]) for x in (traced, writing))
+    normal_ms, traced_ms, writing_ms = (statistics.median(x) for x in (normal, traced, writing))
+    us, host_us = 1e3 * normal_ms, 1e3 * message["host_ms"]
+    short = host_us > HOST_SHARE * us
+    why = f"a launch takes {us:.0f} µs, queueing it {host_us:.0f} µs: too short to be timed, a larger --shape tells"
+    return Traced(
+        kernels=kernels,
+        normal_ms=normal_ms,
+        traced_ms=traced_ms,
+        writing_ms=writing_ms,
+        overhead=None if short else whole,
+        cta_overhead=None if short else cta,
+        why_not=why if short else "",
+        same_bits=message["same_bits"],
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------------- the worker
@@ -147,7 +164,7 @@ def _traced(built: Built, launches: Sequence[Any], message: Mapping[str, Any]) -
 
 def serve(request: Mapping[str, Any], channel: guard.Channel) -> None:
     """The worker's part of `trace_gpu`: a task of the guard. Sends gpu {name, driver} once, and for each item at {item}, then item {item,
-    file, normal, traced, host_ms, same_bits}."""
+    file, ms {of each of LAUNCHES: a round's}, host_ms, same_bits}."""
     device, timeout = request["device"], request["timeout"]
     channel.doing("the driver starts", PREPARE_SECONDS)
     info = driver.device_info(device)
@@ -164,8 +181,10 @@ def _item(
     item: Mapping[str, Any], request: Mapping[str, Any], channel: guard.Channel, device: int, timeout: float
 ) -> dict[str, Any]:
     stream = driver.own_stream(device)
-    kernels = [_kernel(item["folder"], item[n]) for n in ("normal", "traced")]
-    kernels[1].trace_first = request["cta"]
+    names = [item[n] for n in ("normal", "traced", "traced")]  # of LAUNCHES
+    kernels = [_kernel(item["folder"], name) for name in names]
+    _, recorded, writing = kernels
+    recorded.trace_first, writing.trace_count = request["cta"], EVERY_CTA
     plan, problem = kernels[0].plan, CheckProblem(**request["problem"])
     a = plan.attention
     case = make_case(a, plan.schedule, problem, seed=request["seed"])
@@ -182,8 +201,8 @@ def _item(
             _call(kernel, problem, (q, k, v, out.view, lse.view), device, stream) for kernel, (out, lse) in zip(kernels, outputs)
         ]
         try:
-            for name, call, (out, lse) in zip(("normal", "traced"), calls, outputs):
-                channel.doing(f"launch of {item[name]}", timeout)
+            for name, call, (out, lse) in zip(names, calls, outputs):
+                channel.doing(f"launch of {name}", timeout)
                 out.poison()
                 lse.poison()
                 call()
@@ -193,18 +212,18 @@ def _item(
                 calls, stream, lambda: channel.doing(f"{item['traced']} and the normal build are timed", timeout)
             )
             channel.doing(f"launch of {item['traced']}", timeout)
-            for call in calls:
+            for call in calls[:2]:
                 call()
             driver.stream_synchronize(stream)
         except driver.DriverError as e:
             raise guard.GuardError("fault", f"launch of {item['traced']} or its normal build", str(e)) from e
         channel.doing("marks are written", PREPARE_SECONDS)
         file = Path(item["folder"]) / "marks.npz"
-        np.savez(file, **kernels[1].trace_words(device))
+        np.savez(file, **recorded.trace_words(device))
     for kernel in kernels:
         kernel.unload()
-    times = {"normal": [s.ms for s in samples[0]], "traced": [s.ms for s in samples[1]]}
-    return {"file": str(file), **times, "host_ms": host, "same_bits": found[0] == found[1]}
+    times = {name: [s.ms for s in of] for name, of in zip(LAUNCHES, samples)}
+    return {"file": str(file), "ms": times, "host_ms": host, "same_bits": found[0] == found[1] == found[2]}
 
 
 def _kernel(folder: str, name: str) -> Kernel:

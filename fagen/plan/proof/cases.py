@@ -37,7 +37,12 @@ class Case:
 
 def _launch(kernel: KernelPlan, problem: Problem, num_sms: int) -> dict[str, int]:
     """The host's symbols and the kernel's parameters (any strides do: they move no synchronisation)."""
-    scope = {f: getattr(problem, f) for f in ("batch", "sq", "sk", "hq", "hkv")} | {"num_sms": num_sms, "seed": 0, "trace_first": 0}
+    scope = {f: getattr(problem, f) for f in ("batch", "sq", "sk", "hq", "hkv")} | {
+        "num_sms": num_sms,
+        "seed": 0,
+        "trace_first": 0,
+        "trace_count": 4,
+    }
     scope |= {f"{t}_{s}": 1 for t in (*STRIDED, *DESCALES) for s in ("sb", "ss", "sh")}
     for p in kernel.params:
         if p.ctype != "f32":
