@@ -24,9 +24,10 @@ CASES = [
 def test_numpy_against_float64(device, head_dim, dtype, mask, sq, sk):
     attention = Attention(head_dim=head_dim, dtype=dtype, mask=mask)
     problem = CheckProblem(2, sq, sk, 4, 2)
-    c = make_case(attention, tuned.choose(attention, problem, device).schedule, problem, seed=sq + sk)
+    schedule = tuned.choose(attention, problem, device).schedule
+    c = make_case(attention, schedule, problem, seed=sq + sk)
     out, lse = fagen.attention(c.q, c.k, c.v, causal=mask == "causal", return_lse=True, **c.descales)
-    verdict = oracle.check(attention, c.q, c.k, c.v, out, lse, **c.row_descales)
+    verdict = oracle.check(attention, c.q, c.k, c.v, out, lse, schedule=schedule, **c.row_descales)
     assert verdict.passed, verdict.reason
 
 

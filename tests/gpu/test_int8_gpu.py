@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 import fagen
+from fagen import tuned
 from fagen.check import Item, check_gpu
 from fagen.cli import common
 from fagen.compile import Built, write_built
@@ -191,14 +192,14 @@ def test_nan_and_infinities_show_where_the_simulator_has_them(value: float, way:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_one_call(torch: Any, dtype: str, causal: bool) -> None:
+def test_one_call(torch: Any, device: Any, dtype: str, causal: bool) -> None:
     """16-bit tensors; then the 8-bit ones that `fagen.quantise` makes of them, which give the same bits."""
     name = "bf16" if dtype == "bfloat16" else "fp16"
     q, k, v = (torch.randn(2, n, h, 128, device="cuda", dtype=getattr(torch, dtype)) for n, h in ((300, 4), (333, 2), (333, 2)))
     out, lse = fagen.attention(q, k, v, causal=causal, precision="int8", return_lse=True)
     assert out.dtype == q.dtype
     attention = fagen.Attention(head_dim=128, dtype=name, mask="causal" if causal else "full")
-    schedule = fagen.load("fa3_fp8", dtype=name, precision="int8", hadamard=True, tile_kv=96).schedule
+    schedule = tuned.choose_quantised(attention, Problem(2, 300, 333, 4, 2), device, precision="int8").schedule
     arrays = [x.float().cpu().numpy().astype(DTYPES[name]) for x in (q, k, v, out)]
     verdict = check(attention, *arrays, lse.cpu().numpy(), schedule=schedule)
     assert verdict.passed, verdict.reason
@@ -212,7 +213,7 @@ def test_one_call(torch: Any, dtype: str, causal: bool) -> None:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_one_call_with_a_v_of_16_bits(torch: Any, dtype: str, causal: bool) -> None:
+def test_one_call_with_a_v_of_16_bits(torch: Any, device: Any, dtype: str, causal: bool) -> None:
     """The same of "int8_qk": v, here a strided view, is read where it lies."""
     name = "bf16" if dtype == "bfloat16" else "fp16"
     q, k = (torch.randn(2, n, h, 128, device="cuda", dtype=getattr(torch, dtype)) for n, h in ((300, 4), (333, 2)))
@@ -220,7 +221,7 @@ def test_one_call_with_a_v_of_16_bits(torch: Any, dtype: str, causal: bool) -> N
     out, lse = fagen.attention(q, k, v, causal=causal, precision="int8_qk", return_lse=True)
     assert out.dtype == q.dtype
     attention = fagen.Attention(head_dim=128, dtype=name, mask="causal" if causal else "full")
-    schedule = fagen.load("fa3_fp8", dtype=name, precision="int8_qk", hadamard=True).schedule
+    schedule = tuned.choose_quantised(attention, Problem(2, 300, 333, 4, 2), device, precision="int8_qk").schedule
     arrays = [x.float().cpu().numpy().astype(DTYPES[name]) for x in (q, k, v, out)]
     verdict = check(attention, *arrays, lse.cpu().numpy(), schedule=schedule)
     assert verdict.passed, verdict.reason
@@ -235,12 +236,12 @@ def test_one_call_with_a_v_of_16_bits(torch: Any, dtype: str, causal: bool) -> N
         fagen.attention(z.q, z.k, v, causal=causal, v_descale=1.0, **scales)
 
 
-def test_numpy_against_float64() -> None:
-    attention = fagen.Attention(head_dim=128, dtype="int8", mask="causal")
-    schedule = fagen.load("fa3_fp8", dtype="int8").schedule
-    c = make_case(attention, schedule, CheckProblem(2, 203, 511, 4, 2, "descaled"), seed=5)
+def test_numpy_against_float64(device: Any) -> None:
+    attention, problem = fagen.Attention(head_dim=128, dtype="int8", mask="causal"), CheckProblem(2, 203, 511, 4, 2, "descaled")
+    schedule = tuned.choose(attention, problem, device).schedule
+    c = make_case(attention, schedule, problem, seed=5)
     out, lse = fagen.attention(c.q, c.k, c.v, causal=True, return_lse=True, **c.descales)
-    verdict = check(attention, c.q, c.k, c.v, out, lse, **c.row_descales)
+    verdict = check(attention, c.q, c.k, c.v, out, lse, schedule=schedule, **c.row_descales)
     assert verdict.passed, verdict.reason
 
 

@@ -167,7 +167,7 @@ def test_one_call(torch: Any, dtype: str, causal: bool) -> None:
     out, lse = fagen.attention(q, k, v, causal=causal, precision="fp8", return_lse=True)
     assert out.dtype == q.dtype
     arrays = [x.float().cpu().numpy().astype(DTYPES["bf16" if dtype == "bfloat16" else "fp16"]) for x in (q, k, v, out)]
-    (kernel,) = {id(x): x for x in fagen.attend._kernels.values() if x.plan.schedule.precision and x.plan.attention.causal == causal
+    (kernel,) = {id(x): x for x in fagen.attend._kernels.values() if x.plan.schedule.precision == "e4m3" and x.plan.attention.causal == causal
                  and x.plan.attention.output_dtype == ("bf16" if dtype == "bfloat16" else "fp16")}.values()  # fmt: skip
     a, s = kernel.plan.attention, kernel.plan.schedule
     verdict = check(a, *arrays, lse.cpu().numpy(), schedule=s)
