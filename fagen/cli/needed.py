@@ -6,7 +6,7 @@ float64, and `explain` shows the one for a size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from ..evidence import variant_id
 from ..explore.ablation import ablations
 from ..library import load
 from ..plan.kernel import Problem
+from ..plan.precision import quantised
 from ..plan.rules import HEAD_DIMS
 from ..schedule import Schedule
 from .common import Selected, note, parse_settings, select
@@ -121,7 +122,9 @@ def cases(kernels: Sequence[Needed], places: Sequence[tuple[str, str]], parts: b
 
 
 def _tuned(settings: Sequence[str], grid: str | None, shapes: Sequence[str]) -> list[Needed]:
-    """One for each problem, though many may share a schedule; knobs of a schedule among the settings change all of them."""
+    """One for each problem, though many may share a schedule; knobs of a schedule among the settings change all of them. With `precision`
+    among them: what `fagen.attention` picks for 16-bit tensors that are quantised first.
+    """
     changes = parse_settings(settings)
     fields = Attention.field_names()
     attention = load("fa3").attention.replace(**{n: v for n, v in changes.items() if n in fields})
@@ -129,7 +132,12 @@ def _tuned(settings: Sequence[str], grid: str | None, shapes: Sequence[str]) -> 
     device = _device()
     found = []
     for problem in problems_of(attention, grid, shapes):
-        choice = tuned.choose(attention, problem, device)
+        precision = _quantised_to(attention.dtype, knobs)
+        choice = (
+            tuned.choose_quantised(attention, problem, device, precision=precision)
+            if precision
+            else tuned.choose(attention, problem, device)
+        )
         schedule = choice.schedule.replace(**knobs)
         item = _item(TUNED, variant_id(attention), attention, schedule, own_schedule=not knobs)
         about = f"{_knobs(attention, schedule)}, {schedule.id}: {choice.why}"
@@ -137,10 +145,17 @@ def _tuned(settings: Sequence[str], grid: str | None, shapes: Sequence[str]) -> 
     return found
 
 
+def _quantised_to(dtype: str, knobs: Mapping[str, Any]) -> str | None:
+    """The `precision` that 16-bit tensors are quantised to; None: they are not (what cannot be, the plan refuses)."""
+    precision: str | None = knobs.get("precision")
+    return precision if dtype in tuned.HALF_TYPES and precision in tuned.PRECISIONS.values() else None
+
+
 def entries(settings: Sequence[str], causal: bool) -> list[Selected]:
     """Each kernel of the tuned tables once, whatever the sizes it is for. Settings of head_dim, dtype and mask keep the entries that have
-    them (dtype=int8 those of e4m3 too, which serve it; with a 16-bit v_dtype those of int8_qk); others change every kernel. An entry that
-    `tuned.choose` would pass over is left out, and said. InputError where none is left.
+    them (dtype=int8 those of e4m3 too, which serve it; with a 16-bit v_dtype those of int8_qk); others change every kernel. A precision:
+    the entries of that type, for 16-bit tensors (bf16, or as dtype says) that are quantised first. An entry that `tuned.choose` would pass
+    over is left out, and said. InputError where none is left.
     """
     changes = parse_settings(settings, causal)
     wanted = {n: changes.pop(n) for n in ("head_dim", "mask") if n in changes}
@@ -148,14 +163,18 @@ def entries(settings: Sequence[str], causal: bool) -> list[Selected]:
     products = Attention(head_dim=HEAD_DIMS[0], **types).products if types else None
     mine = {n: v for n, v in changes.items() if n in Attention.field_names()}
     knobs = {n: v for n, v in changes.items() if n not in mine}
+    precision = _quantised_to(types.get("dtype", "bf16"), knobs)
+    if precision:
+        products, types, knobs = precision, {"dtype": "bf16"} | types, tuned.QUANTISED | knobs
     found: dict[Selected, None] = {}
     for entry in (e for table in tuned.builtin_tables() for e in table.entries):
         of_type = products in (None, entry.dtype) or (products, entry.dtype) == ("int8", "e4m3")
         if not of_type or any(getattr(entry, n) != v for n, v in wanted.items()):
             continue
         own = types or tuned.types_of(entry.dtype)
-        attention = load(entry.base, head_dim=entry.head_dim, mask=entry.mask, **own).attention.replace(**mine)
-        if reason := entry.unusable(attention):
+        whose = "fa3" if precision else entry.base  # its output is of its own type
+        attention = load(whose, head_dim=entry.head_dim, mask=entry.mask, **own).attention.replace(**mine)
+        if reason := entry.unusable(quantised(attention, precision) if precision else attention):
             note(f"the tuned table's {entry.label} is left out: {reason}")
             continue
         schedule = entry.schedule.replace(**knobs)
@@ -176,7 +195,7 @@ def _device() -> tuned.Device:
 
 def _knobs(attention: Attention, schedule: Schedule) -> str:
     """A schedule by its differences from the built-in one."""
-    name = tuned.BUILTIN.get(attention.products, "fa3") if schedule.mma == "wgmma" else "fa2"
+    name = tuned.BUILTIN.get(schedule.precision or attention.products, "fa3") if schedule.mma == "wgmma" else "fa2"
     differences = load(name, head_dim=attention.head_dim).schedule.diff(schedule)
     return name + (" with " if differences else "") + ", ".join(f"{n}={new}" for n, (_, new) in differences.items())
 

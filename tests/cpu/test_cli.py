@@ -558,6 +558,23 @@ def test_settings_change_every_entry() -> None:
     assert not item.own_schedule
 
 
+@pytest.mark.parametrize("precision, of", [("e4m3", "e4m3"), ("int8", "e4m3"), ("int8_qk", "int8_qk")])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_a_precision_takes_the_entries_of_its_type(precision: str, of: str, dtype: str) -> None:
+    """As `fagen.attention` does: rotated, a scale a head, unless other settings say otherwise."""
+    items = needed.entries([f"precision={precision}", f"dtype={dtype}"], causal=False)
+    assert {(i.attention.head_dim, i.attention.mask) for i in items} == {(d, m) for d in (64, 128, 256) for m in ("full", "causal")}
+    assert {i.attention.dtype for i in items} == {i.attention.output_dtype for i in items} == {dtype}
+    plain = {i.schedule.replace(precision=None, hadamard=False, scale_granularity="head") for i in items}
+    assert plain == {s.replace(scale_granularity="head") for _, s in tuned_kernels(dtype=of)}
+    assert {(i.schedule.precision, i.schedule.hadamard, i.schedule.scale_granularity) for i in items} == {(precision, True, "head")}
+    (one,) = needed.needed(["tuned"], [f"precision={precision}", f"dtype={dtype}"], False, None, ["2,16,16,4096,4096"], False)
+    choice = tuned.choose_quantised(Attention(head_dim=128, dtype=dtype), one.problems[0], precision=precision)
+    assert one.item.schedule == choice.schedule and one.item.attention == Attention(head_dim=128, dtype=dtype)
+    blocks = needed.entries([f"precision={precision}", "scale_granularity=block"], causal=True)
+    assert {(i.schedule.hadamard, i.schedule.scale_granularity) for i in blocks} == {(True, "block")}
+
+
 def test_an_entry_that_is_never_chosen_is_left_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (table,) = tuned.builtin_tables()
     old, *others = table.entries
