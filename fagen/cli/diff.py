@@ -16,7 +16,9 @@ from .explain import parse_problem, report_of
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="B")
 @common.set_option
-@click.option("--set-b", "settings_b", multiple=True, metavar="KNOB=VALUE", help="Change a field of B alone; repeatable.")
+@click.option(
+    "--set-b", "settings_b", multiple=True, metavar="KNOB=VALUE", help="Change a field of B alone, instead of --set; repeatable."
+)
 @common.causal_option
 @click.option("--shape", metavar="B,HQ,HKV,SQ,SK", help="Also what the model says of both on these sizes, on an H200.")
 @click.option("--from-results", metavar="FILE", help="Also the times that `fagen bench --output` wrote there, on --shape.")
@@ -46,7 +48,12 @@ def command(
     if from_results is not None and shape is None:
         raise InputError("--from-results", "needs --shape: times are of one size")
     problem = None if shape is None else parse_problem(shape)
-    items = [common.select([a], settings, causal)[0], common.select([b], (*settings, *settings_b), causal)[0]]
+    of_b = {_knob(text) for text in settings_b}
+    others = [text for text in settings if _knob(text) not in of_b]
+    items = [
+        common.select([a], settings, causal)[0],
+        common.select([b], (*others, *settings_b), causal and "mask" not in of_b)[0],
+    ]
     plans = [common.planned(item) for item in items]
     names = (items[0].name, items[1].name if items[1].name != items[0].name else f"{items[1].name}.{items[1].schedule.id}")
     sources = [emit(plan, name) for plan, name in zip(plans, names)]
@@ -59,6 +66,10 @@ def command(
         common.write_json(answer)
     else:
         _print(answer, source)
+
+
+def _knob(setting: str) -> str:
+    return setting.partition("=")[0].strip().replace("-", "_")
 
 
 def _print(answer: dict[str, Any], whole: bool) -> None:

@@ -37,6 +37,16 @@ def test_one_knob() -> None:
     assert found["sass"] is None and "times" not in found
 
 
+def test_a_setting_of_b_stands_in_for_that_of_both(capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--set", "tile_kv=128", "--set", "overlap=within", "--set-b", "tile-kv=64", "--no-compile", "--json"]
+    assert run(["diff", "fa3", "fa3", *given]) == 0
+    assert json.loads(capsys.readouterr().out)["knobs"] == {"tile_kv": [128, 64]}
+    assert run(["diff", "fa3", "fa3", "--causal", "--set-b", "mask=full", "--no-compile", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["knobs"] == {"mask": ["causal", "full"]}
+    assert run(["diff", "fa3", "fa3", "--set-b", "tile_kv=64", "--set-b", "tile_kv=96", "--no-compile"]) == 2
+    assert "tile_kv is given twice" in capsys.readouterr().err
+
+
 def test_knobs_of_both_values() -> None:
     a, b = two("fa2", "fa2", mask="causal", tile_kv=128, stages=(1, 2))
     assert knobs(a, b) == {"mask": ("full", "causal"), "tile_kv": (64, 128), "stages": (2, (1, 2))}
