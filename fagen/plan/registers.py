@@ -81,9 +81,10 @@ def _q_in_registers(attention: Attention, s: Schedule) -> int:
     """With Q in registers: wide 8-bit heads with a stale reference keep no address of Q's slot and need less, others as much or more."""
     eight = attention.value_dtype == "e4m3"
     if eight and attention.dv > 128 and s.reference == "stale":
-        return 24
+        return 32 if s.overlap == "within" and not attention.causal and not s.fuse_tiles else 24
     more = not eight or s.consumers == 4 or s.scale_granularity == "block"
-    return 8 * more + overhead(attention, s.replace(q_operand=None))
+    crowded = 48 * (s.tile_kv > 160) + 24 * (s.overlap == "both" and s.consumers == 3) if eight else 0
+    return 8 * more + crowded + overhead(attention, s.replace(q_operand=None))
 
 
 def _int8_qk_more(attention: Attention, s: Schedule) -> int:
