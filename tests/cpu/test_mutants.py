@@ -31,6 +31,22 @@ VARIANTS: dict[str, tuple[Attention, Schedule]] = {
         FA3.schedule.replace(skip_masked=True, tile_kv=32, tile_q=256, consumers=4),
     ),
     "fa3 query_tiles, none": (FA3.attention, FA3.schedule.replace(parallelism="query_tiles", overlap="none")),
+    "fa3, Q in registers": (FA3.attention, FA3.schedule.replace(q_operand="registers", tile_kv=64, overlap="within")),
+    "fa3, Q in registers, fused tiles": (
+        FA3.attention.replace(head_dim=64),
+        FA3.schedule.replace(
+            q_operand="registers",
+            tile_kv=64,
+            overlap="within",
+            reference="stale",
+            fuse_tiles=True,
+            parallelism="persistent_dynamic",
+        ),
+    ),
+    "uniform, Q in registers": (
+        FA3.attention,
+        SMALL.replace(roles="uniform", overlap="within", parallelism="query_tiles", q_operand="registers"),
+    ),
     "fa3 within": (FA3.attention, FA3.schedule.replace(overlap="within")),
     "fa3 pingpong": (FA3.attention, FA3.schedule.replace(overlap="pingpong")),
     "fa3 three consumers, (3, 1) stages": (

@@ -35,6 +35,8 @@ SCHEDULES = {
     "stale": ("fa3", STALE),
     "fused tiles": ("fa3", {**STALE, "fuse_tiles": True}),
     "fa3_fp8": ("fa3_fp8", {}),
+    "Q in registers": ("fa3_fp8", {**STALE, "tile_kv": 96, "q_operand": "registers"}),
+    "int8_qk": ("fa3_fp8", {"dtype": "int8", "v_dtype": "bf16"}),
 }
 
 

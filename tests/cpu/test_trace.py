@@ -55,6 +55,12 @@ SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
         | {"fuse_tiles": True, "overlap": "within"},
     ),
     "fa3_fp8": ("fa3_fp8", {}),
+    "Q in registers": ("fa3_fp8", {"head_dim": 256, "tile_kv": 64, "reference": "stale", "stages": 3, "q_operand": "registers"}),
+    "Q in registers, fused": (
+        "fa3_fp8",
+        {"head_dim": 64, "tile_kv": 64, "reference": "stale", "overlap": "within", "fuse_tiles": True, "q_operand": "registers"},
+    ),
+    "int8_qk": ("fa3_fp8", {"dtype": "int8", "v_dtype": "bf16"}),
     "block scales": ("fa3_fp8", {"scale_granularity": "block", "promote_every": 2, "tile_kv": 128}),
     "fa2": ("fa2", {"head_dim": 64}),
     "fa1": ("fa1", {"head_dim": 64}),
