@@ -53,6 +53,14 @@ VARIANTS: dict[str, tuple[Attention, Schedule]] = {
         FA3.attention.replace(head_dim=64),
         FA3.schedule.replace(tile_q=192, consumers=3, tile_kv=128, stages=(3, 1)),
     ),
+    "causal, a diagonal longer than the rings": (
+        FA3.attention.replace(mask="causal", head_dim=64),
+        FA3.schedule.replace(tile_kv=16, stages=1, overlap="none", parallelism="query_tiles"),
+    ),
+    "causal, uniform, a diagonal longer than the rings": (
+        FA3.attention.replace(mask="causal", head_dim=64),
+        SMALL.replace(roles="uniform", tile_kv=32, stages=3, overlap="none", parallelism="query_tiles"),
+    ),
     "uniform within": (FA3.attention, SMALL.replace(roles="uniform", overlap="within", parallelism="query_tiles")),
     "uniform dynamic": (
         FA3.attention,

@@ -1,4 +1,5 @@
-"""The sizes a kernel is proven for: key blocks 0, 1, stages − 1, stages, stages + 1 and 2·stages + 1, one to three tiles a CTA."""
+"""The sizes a kernel is proven for: key blocks 0, 1, stages − 1, stages, stages + 1 and 2·stages + 1, one to three tiles a CTA. Under a
+causal mask also 1 and 2·stages + 1 behind the diagonal's."""
 
 from __future__ import annotations
 
@@ -74,6 +75,11 @@ class Cases:
         if self.schedule.loop_order == "kv_outer" and self.attention.causal:  # rows of one tile that end in different blocks
             s = self.schedule
             yield from self._ctas(Problem(1, 2 * s.tile_q, 2 * s.tile_kv + s.tile_q // 2, 1, 1), 1)
+        if self.attention.causal and self.schedule.loop_order == "q_outer":  # the same behind the diagonal, whose blocks come first
+            s = self.schedule
+            for n in sorted({1, self.trip_counts[-1]}):
+                tiles = self._tile_counts()[-1]
+                yield from self._ctas(Problem(1, s.tile_q, n * s.tile_kv + s.tile_q, tiles, tiles), 1)
         if self.schedule.skip_masked:  # the trip counts of the first warpgroup, where the last one has more
             s = self.schedule
             for n in self.trip_counts:
