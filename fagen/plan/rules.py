@@ -284,7 +284,7 @@ def _structure_wgmma(s: Schedule) -> Iterator[Violation]:
 
 def _structure_stages_q(s: Schedule) -> Iterator[Violation]:
     """A second slot for Q is for the next tile's."""
-    if s.stages_q is not None and s.fuse_tiles:
+    if s.stages_q is not None and s.fuse_tiles and s.q_operand is None:
         yield Violation(
             "stages-q", "stages_q", f"{s.stages_q} given, but tiles that are joined have two slots by themselves", (None,)
         )

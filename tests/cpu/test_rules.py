@@ -130,6 +130,13 @@ MISTAKES: list[tuple[Pair, dict[str, Any], str, str, tuple[str, ...]]] = [
     (FA2, {"q_operand": "registers"}, "q-operand", "q_operand", ("mma_sync", "'registers'")),
     (FA3, {"q_operand": "smem"}, "q-operand", "q_operand", ("'smem'", "'registers'")),
     (FA3, {"tile_kv": 64, "stages_q": 2, "q_operand": "registers"}, "stages-q", "stages_q", ("2 slots", "registers")),
+    (
+        FA3,
+        {"head_dim": 64, "tile_kv": 64, "overlap": "within", "reference": "stale", "fuse_tiles": True, "stages_q": 2, "q_operand": "registers"},
+        "stages-q",
+        "stages_q",
+        ("2 slots", "registers"),
+    ),
     (FA2, {"stages_q": 2}, "stages-q", "stages_q", ("mma='wgmma'", "roles='producer'")),
     (FA3, {"skip_masked": True}, "skip-masked", "skip_masked", ("mask 'causal'",)),
     (FA2, {"skip_masked": True}, "skip-masked", "skip_masked", ("mask 'causal'", "roles 'producer'")),
