@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 def largest_weight(attention: Attention, schedule: Schedule | None) -> float:
     """What a row's largest weight is where it is rounded to P's type. Against a running maximum it is a power of two, 2^8 in e4m3, which
-    nothing is lost of; against a stale one it is any number, here one that rounding changes by half of the most."""
+    nothing is lost of; against a stale one it is any number, here one that rounding changes by half of the most.
+    In e4m3 that is 2^4, so the yardstick loses small weights as the kernel does, and its bound does not see the loss."""
     eight = attention.value_dtype == "e4m3"
     if schedule is None or schedule.reference == "running":
         return E4M3_P_SCALE if eight else 1.0

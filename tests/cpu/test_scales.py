@@ -151,6 +151,31 @@ def test_block_scales_at_the_ends_of_their_range(v_scales: tuple[float, ...], re
     assert error < 0.05 * np.sqrt(np.mean(want**2))
 
 
+@pytest.mark.parametrize("above, stale_error", [(7.0, (0.0, 0.01)), (10.0, (0.9, 1.0))])
+def test_how_far_below_its_reference_p_reaches(above: float, stale_error: tuple[float, float]) -> None:
+    """docs/schedule.md, `reference`: a key that stands out, without a value, and 2048 others that make up out. Against a stale reference, 2^4,
+    they are lost 10 below it, against a running one, 2^8, not (scores are spread: equal ones would round alike). The yardstick of a stale schedule shares the loss, the other sees it."""
+    problem = Problem(1, 64, 2048, 1, 1)
+    errors = {}
+    for how in ("running", "stale"):
+        a, s = fp8(head_dim=64, tile_q=64, consumers=1, tile_kv=128, overlap="within", reference=how)
+        rng = np.random.default_rng(0)
+        q, k, v = (np.zeros((1, n, 1, 64), np.float32) for n in (problem.sq, problem.sk, problem.sk))
+        q[..., 1:9], k[..., 1:9] = (0.5 * rng.standard_normal((1, x.shape[1], 1, 8)) for x in (q, k))
+        k[:, -1] = 0
+        q[..., 0], k[:, -1, :, 0] = 8.0, above
+        v[:, :-1] = 1 + 0.5 * rng.standard_normal((1, problem.sk - 1, 1, 64))
+        q, k, v = (x.astype(E4M3) for x in (q, k, v))
+        out, lse = simulate(a, s, q, k, v)
+        want, want_lse = reference(a, q, k, v)
+        errors[how] = float(np.sqrt(np.mean((out.astype(float) - want) ** 2) / np.mean(want**2)))
+        np.testing.assert_allclose(lse, want_lse, atol=1e-4)
+        assert check(a, q, k, v, out, lse, schedule=s).passed
+        assert check(a, q, k, v, out, lse).passed != (how == "stale" and above > 9)
+    assert errors["running"] < 0.01
+    assert stale_error[0] <= errors["stale"] <= stale_error[1]
+
+
 def test_a_row_whose_weight_lies_in_small_blocks_keeps_its_precision() -> None:
     """Its reference is that of what it sees: against the largest scale of the tensor its P would vanish."""
     a, s = fp8(scale_granularity="block", mask="causal")

@@ -16,7 +16,7 @@ HEAD_KV = sym("h_kv")
 def p_offset(tiles: Tiles) -> int:
     """P is multiplied by 2 to this: 2^8 = 256 leaves e4m3 (up to 448) the most of its range below the row's maximum. A stale reference
     may lie below the maximum, and does so in most rows, whose maximum grows after the first block: 2^4 = 16 leaves it 4.8 powers of two
-    before values saturate."""
+    before values saturate. The price is at the other end: weights below 2^−14 of the reference's round to 0."""
     if tiles.attention.value_dtype != "e4m3":
         return 0
     return 4 if tiles.schedule.reference == "stale" else 8
