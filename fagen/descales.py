@@ -171,8 +171,13 @@ def _as_numpy(name: str, value: Any) -> npt.NDArray[Any]:
     import numpy as np
 
     try:
-        return np.asarray(value)
+        array = np.asarray(value)
     except ValueError as e:  # a ragged list
-        raise InputError(
-            name, f"is a {type(value).__name__} that is no array; expected float32 (batch, kv_heads) or another form, or one number"
-        ) from e
+        raise InputError(name, _no_array(value)) from e
+    if array.dtype.kind in "OSUb":
+        raise InputError(name, _no_array(value))
+    return array
+
+
+def _no_array(value: Any) -> str:
+    return f"is a {type(value).__name__} that is no array of numbers; expected float32 (batch, kv_heads) or another form, or one number"

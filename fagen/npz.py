@@ -38,8 +38,14 @@ def read_inputs(path: str | Path, attention: Attention, cast: bool = False) -> t
     becomes infinite or NaN. int8, whose values stand for multiples of a scale, is never converted. Shapes are checked by who uses them.
     """
     arrays = read(path, ("q", "k", "v"))
-    q, k, v = (_as_dtype(path, name, arrays[name], attention.dtype_of(name), cast) for name in ("q", "k", "v"))
+    q, k, v = (
+        _as_dtype(path, name, arrays[name], attention.dtype_of(name), cast, _rule(attention, name)) for name in ("q", "k", "v")
+    )
     return q, k, v
+
+
+def _rule(attention: Attention, name: str) -> str:
+    return "the attention takes" if attention.dtype_of(name) != attention.dtype else "the attention's dtype is"
 
 
 def read_descales(path: str | Path, attention: Attention, cast: bool = False) -> Descales:
@@ -124,7 +130,7 @@ def _decode(path: str | Path, name: str, loaded: Any) -> Array:
     return array.view(DTYPES[label])
 
 
-def _as_dtype(path: str | Path, name: str, array: Array, dtype: str, cast: bool, rule: str = "the attention's dtype is") -> Array:
+def _as_dtype(path: str | Path, name: str, array: Array, dtype: str, cast: bool, rule: str) -> Array:
     wanted = DTYPES[dtype]
     if array.dtype == wanted:
         return array

@@ -58,7 +58,9 @@ def assemble(attention: Attention, schedule: Schedule, *, debug: bool = False, t
     if debug and trace:
         raise InputError("trace", "given beside debug, whose delays would be what one sees; one of them is enough")
     if trace and schedule.precision is not None:
-        message = f"given beside precision {schedule.precision!r}, whose quantising kernels take no marks; trace the attention of {schedule.precision} tensors alone"
+        inner = attended(attention, schedule)[0]
+        alone = f"dtype={inner.dtype}" + (f" and v_dtype={inner.v_dtype}" if inner.v_dtype else "")
+        message = f"given beside precision {schedule.precision!r}, whose quantising kernels take no marks; trace the attention alone, {alone}"
         raise InputError("trace", message)
     t = target(schedule.arch)
     tiles = Tiles(*attended(attention, schedule), t)

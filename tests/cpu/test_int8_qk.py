@@ -548,3 +548,25 @@ def test_the_command_line_refuses_a_16_bit_v_of_e4m3(capsys: pytest.CaptureFixtu
     assert fagen_run(["prove", "fa3_fp8", "--set", "v_dtype=bf16"]) == 2
     said = capsys.readouterr().err
     assert "v-dtype" in said and "only with dtype 'int8'" in said
+
+
+@pytest.mark.parametrize("wrong", ["1", True, [[None, 1.0]]], ids=repr)
+def test_a_descale_that_is_no_number_is_called_so(wrong: Any) -> None:
+    attention, schedule = of(**RUNNING)
+    x = np.zeros((1, 16, 2, 64), np.int8)
+    with pytest.raises(InputError, match=rf"^q_descale: is a {type(wrong).__name__} that is no array of numbers"):
+        fagen.simulate(attention, schedule, x, x, x.astype(BF16), q_descale=wrong, k_descale=1)
+
+
+def test_a_file_with_a_v_of_another_type_is_told_vs_type(tmp_path: Path) -> None:
+    x = np.zeros((1, 16, 2, 64), np.int8)
+    np.savez(tmp_path / "x.npz", q=x, k=x, v=x.astype(np.float16))
+    with pytest.raises(InputError, match=r"v is fp16, the attention takes bf16; --cast converts it"):
+        npz.read_inputs(tmp_path / "x.npz", of(**RUNNING)[0])
+
+
+def test_a_trace_beside_quantising_says_what_to_trace() -> None:
+    with pytest.raises(
+        InputError, match=r"^trace: given beside precision 'int8_qk'.*trace the attention alone, dtype=int8 and v_dtype=bf16$"
+    ):
+        assemble(*quantising(), trace=True)
