@@ -194,10 +194,13 @@ def _device() -> tuned.Device:
 
 
 def _knobs(attention: Attention, schedule: Schedule) -> str:
-    """A schedule by its differences from the built-in one."""
+    """A schedule by its differences from the built-in one for these types: with them and --set it is built by hand."""
     name = tuned.BUILTIN.get(schedule.precision or attention.products, "fa3") if schedule.mma == "wgmma" else "fa2"
-    differences = load(name, head_dim=attention.head_dim).schedule.diff(schedule)
-    return name + (" with " if differences else "") + ", ".join(f"{n}={new}" for n, (_, new) in differences.items())
+    types = {n: x for n in ("dtype", "v_dtype") if (x := getattr(attention, n)) is not None}
+    quantised_to = {} if schedule.precision is None else {"precision": schedule.precision}
+    differences = load(name, head_dim=attention.head_dim, **types, **quantised_to).schedule.diff(schedule)
+    changes = quantised_to | {n: new for n, (_, new) in differences.items()}
+    return name + (" with " if changes else "") + ", ".join(f"{n}={new}" for n, new in changes.items())
 
 
 # ablations ----------------------------------------------------------------------------------------------------------------

@@ -143,9 +143,21 @@ def _mark(s: trace.Mark, x: Scope) -> tuple[str, View]:
 def _notes(s: StoreNotes, x: Scope) -> tuple[str, View]:
     stores = [_store(n, x) for n in s.notes]
     for store in stores:
-        x.helpers.need(f"trace/note{store['size']}")
+        x.helpers.need("trace/note", _note(store["size"]))
     left = sum(n.leaves for n in s.notes)
     return _template("notes", x), _lane(x) | {"stores": stores, "run": _bytes(left, x), "lowest": LOWEST_PLACE}
+
+
+def _note(size: int) -> View:
+    """A store of `size` words; of three, one of a whole quad."""
+    names, words = "abcd"[:size], ", ".join(f"%{3 + i}" for i in range(size))
+    return {
+        "size": size,
+        "vector": ("", ".v2", ".v4", ".v4")[size - 1],
+        "parameters": ", ".join(f"u32 {n}" for n in names),
+        "words": words if size == 1 else f"{{{words}{', none' if size == 3 else ''}}}",
+        "inputs": ", ".join(f'"r"({n})' for n in names),
+    }
 
 
 def _store(note: trace.Note, x: Scope) -> View:

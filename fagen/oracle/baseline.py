@@ -12,20 +12,20 @@ from ..descales import Descales
 from ..plan.scales import LEAST_V_SCALE
 from ..schedule import Schedule
 from .blocks import problem_of, row_blocks, scales_of
-from .numeric import E4M3_DEPTH, E4M3_P_SCALE, E4M3_P_SCALE_STALE, F32, Array, cast, half_step, last_bit, rounded, tensor_core
+from .numeric import E4M3_DEPTH, E4M3_P_SCALE, F32, Array, cast, half_step, last_bit, rounded, tensor_core
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
 def largest_weight(attention: Attention, schedule: Schedule | None) -> float:
-    """What a row's largest weight is where it is rounded to P's type. Against a running maximum it is a power of two, 2^8 in e4m3, which
-    nothing is lost of; against a stale one it is any number, here one that rounding changes by half of the most.
-    In e4m3 that is 2^4, so the yardstick loses small weights as the kernel does, and its bound does not see the loss."""
-    eight = attention.value_dtype == "e4m3"
+    """What a row's largest weight is where it is rounded to P's type. In e4m3 about 2^8, the most that leaves the row's small weights as far
+    as they go, whatever range a kernel leaves them: a bound must see what is lost of it. Against a running maximum it is a power of two,
+    which nothing is lost of; against a stale one it is any number, here one that rounding changes by half of the most."""
+    scale = E4M3_P_SCALE if attention.value_dtype == "e4m3" else 1.0
     if schedule is None or schedule.reference == "running":
-        return E4M3_P_SCALE if eight else 1.0
-    return (E4M3_P_SCALE_STALE if eight else 1.0) * (1 + half_step(attention.value_dtype) / 2)
+        return scale
+    return scale * (1 + half_step(attention.value_dtype) / 2)
 
 
 def baseline(attention: Attention, q: Array, k: Array, v: Array, **descales: Unpack[Descales]) -> tuple[Array, F32]:

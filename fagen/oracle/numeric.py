@@ -28,8 +28,6 @@ LARGEST = {"e4m3": E4M3_MAX, "int8": INT8_MAX}
 """What the largest value under a scale becomes."""
 E4M3_P_SCALE = 256.0
 """Probabilities are at most 1; times 2^8 they fill e4m3's range (largest value 448) before they are rounded to it."""
-E4M3_P_SCALE_STALE = 16.0
-"""Against a stale maximum they may be larger than 1: times 2^4 there are 4.8 powers of two of room."""
 
 _MANTISSA_AND_LEAST_EXPONENT = {"bf16": (7, -126), "fp16": (10, -14), "e4m3": (3, -6), "fp32": (23, -126)}
 

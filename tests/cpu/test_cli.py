@@ -575,6 +575,23 @@ def test_a_precision_takes_the_entries_of_its_type(precision: str, of: str, dtyp
     assert {(i.schedule.hadamard, i.schedule.scale_granularity) for i in blocks} == {(True, "block")}
 
 
+@pytest.mark.parametrize(
+    "types",
+    [["dtype=bf16"], ["dtype=e4m3"], ["dtype=int8"], ["dtype=int8", "v_dtype=bf16"], ["precision=e4m3"], ["precision=int8_qk"]],
+    ids=" ".join,
+)
+def test_what_a_tuned_schedule_is_said_to_be_can_be_built_by_hand(types: list[str]) -> None:
+    """`explain tuned` names it by its differences from the file's schedule, with that file's tiles for these types."""
+    for kernel in needed.needed(["tuned"], types, None, "paper", (), False):
+        item = kernel.item
+        name, differences = re.fullmatch(rf"(\w+)(?: with (.*))?, {item.schedule.id}: .*", kernel.about).groups()  # type: ignore[union-attr]
+        settings = [*types, f"head_dim={item.attention.head_dim}", f"mask={item.attention.mask}"]
+        (base,) = select([name], settings)
+        said = {"precision": item.schedule.precision} if item.schedule.precision else {}
+        said |= {n: new for n, (_, new) in base.schedule.diff(item.schedule).items()}
+        assert (differences or "") == ", ".join(f"{n}={new}" for n, new in said.items())
+
+
 def test_an_entry_that_is_never_chosen_is_left_out(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     (table,) = tuned.builtin_tables()
     old, *others = table.entries

@@ -163,4 +163,4 @@ def test_a_stale_reference_rounds_a_dominant_weight_and_the_bound_knows(place):
     assert not check(a, c.q, c.k, c.v, out, lse, **c.descales).passed
     assert check(a, c.q, c.k, c.v, out, lse, schedule=s, **c.descales).error_ratio < 0.7
     running = s.replace(reference="running", overlap="within")
-    assert largest_weight(a, running) == largest_weight(a, None) == 256 and largest_weight(a, s) == 16 * (1 + 2**-5)
+    assert largest_weight(a, running) == largest_weight(a, None) == 256 and largest_weight(a, s) == 256 * (1 + 2**-5)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from known_faults import unexpected_faults
 from random_schedules import legal_pair
+from simulated import simulated
 from test_builtin import check as check_built
 from test_quantise_kernels import NO_KEYS, RAGGED, WAYS, codes_differ, inputs, name_of
 
@@ -257,10 +258,8 @@ def test_the_simulated_kernel_is_as_exact_as_its_baseline(changes: dict[str, Any
     if schedule.scale_granularity == "block":
         problems.append(CheckProblem(1, 130, 300, 2, 2, "uneven"))
     for problem in problems:
-        c = make_case(attention, schedule, problem, seed=3)
+        c, verdict = simulated(attention, schedule, problem)
         assert c.q.dtype == c.k.dtype == np.int8 and c.v.dtype == ml_dtypes.float8_e4m3fn
-        out, lse = simulate(attention, schedule, c.q, c.k, c.given_v, **c.descales)
-        verdict = check(attention, c.q, c.k, c.v, out, lse, schedule=schedule, **c.row_descales)
         assert verdict.passed, (problem, verdict)
 
 
@@ -275,9 +274,7 @@ def test_random_schedules_for_e4m3_compute_int8(chunk: int) -> None:
         sk = rng.choice((0, 1, schedule.tile_kv - 1, schedule.tile_kv + 1, 3 * schedule.tile_kv))
         kind = rng.choice(("normal", "descaled", "growing", "sink"))
         problem = CheckProblem(1, rng.choice((1, schedule.tile_q + 1)), min(sk, 500), 2, 1, kind)
-        c = make_case(attention, schedule, problem, seed=number)
-        out, lse = simulate(attention, schedule, c.q, c.k, c.given_v, seed=number, plan=plan, num_sms=2, **c.descales)
-        verdict = check(attention, c.q, c.k, c.v, out, lse, **c.row_descales)
+        _, verdict = simulated(attention, schedule, problem, number, seed=number, plan=plan, num_sms=2)
         assert verdict.passed, f"{attention}\n{schedule}\n{problem}: {verdict.reason}"
 
 

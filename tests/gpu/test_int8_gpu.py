@@ -190,19 +190,25 @@ def test_nan_and_infinities_show_where_the_simulator_has_them(value: float, way:
 # calls --------------------------------------------------------------------------------------------------------------------
 
 
+def attended(q: Any, k: Any, v: Any, precision: str, causal: bool, device: Any) -> tuple[Any, Any]:
+    """out and lse of one call on torch's 16-bit tensors (2 × 300 and 333 rows, 4 and 2 heads of 128), held to float64."""
+    out, lse = fagen.attention(q, k, v, causal=causal, precision=precision, return_lse=True)
+    assert out.dtype == q.dtype
+    name = {"bfloat16": "bf16", "float16": "fp16"}[str(q.dtype).removeprefix("torch.")]
+    attention = fagen.Attention(head_dim=128, dtype=name, mask="causal" if causal else "full")
+    schedule = tuned.choose_quantised(attention, Problem(2, 300, 333, 4, 2), device, precision=precision).schedule
+    q, k, v, o = (x.float().cpu().numpy().astype(DTYPES[name]) for x in (q, k, v, out))
+    verdict = check(attention, q, k, v, o, lse.cpu().numpy(), schedule=schedule)
+    assert verdict.passed, verdict.reason
+    return out, lse
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_one_call(torch: Any, device: Any, dtype: str, causal: bool) -> None:
     """16-bit tensors; then the 8-bit ones that `fagen.quantise` makes of them, which give the same bits."""
-    name = "bf16" if dtype == "bfloat16" else "fp16"
     q, k, v = (torch.randn(2, n, h, 128, device="cuda", dtype=getattr(torch, dtype)) for n, h in ((300, 4), (333, 2), (333, 2)))
-    out, lse = fagen.attention(q, k, v, causal=causal, precision="int8", return_lse=True)
-    assert out.dtype == q.dtype
-    attention = fagen.Attention(head_dim=128, dtype=name, mask="causal" if causal else "full")
-    schedule = tuned.choose_quantised(attention, Problem(2, 300, 333, 4, 2), device, precision="int8").schedule
-    arrays = [x.float().cpu().numpy().astype(DTYPES[name]) for x in (q, k, v, out)]
-    verdict = check(attention, *arrays, lse.cpu().numpy(), schedule=schedule)
-    assert verdict.passed, verdict.reason
+    out, lse = attended(q, k, v, "int8", causal, device)
     z = fagen.quantise(q, k, v, precision="int8", hadamard=True)
     assert (z.q.dtype, z.k.dtype, z.v.dtype) == (torch.int8, torch.int8, torch.float8_e4m3fn)
     scales = {"q_descale": z.q_descale, "k_descale": z.k_descale, "v_descale": z.v_descale}
@@ -215,16 +221,9 @@ def test_one_call(torch: Any, device: Any, dtype: str, causal: bool) -> None:
 @pytest.mark.parametrize("causal", [False, True])
 def test_one_call_with_a_v_of_16_bits(torch: Any, device: Any, dtype: str, causal: bool) -> None:
     """The same of "int8_qk": v, here a strided view, is read where it lies."""
-    name = "bf16" if dtype == "bfloat16" else "fp16"
     q, k = (torch.randn(2, n, h, 128, device="cuda", dtype=getattr(torch, dtype)) for n, h in ((300, 4), (333, 2)))
     v = torch.randn(2, 2, 666, 128, device="cuda", dtype=q.dtype)[:, :, ::2].transpose(1, 2)
-    out, lse = fagen.attention(q, k, v, causal=causal, precision="int8_qk", return_lse=True)
-    assert out.dtype == q.dtype
-    attention = fagen.Attention(head_dim=128, dtype=name, mask="causal" if causal else "full")
-    schedule = tuned.choose_quantised(attention, Problem(2, 300, 333, 4, 2), device, precision="int8_qk").schedule
-    arrays = [x.float().cpu().numpy().astype(DTYPES[name]) for x in (q, k, v, out)]
-    verdict = check(attention, *arrays, lse.cpu().numpy(), schedule=schedule)
-    assert verdict.passed, verdict.reason
+    out, lse = attended(q, k, v, "int8_qk", causal, device)
     z = fagen.quantise(q, k, v, precision="int8_qk", hadamard=True)
     assert (z.q.dtype, z.k.dtype) == (torch.int8, torch.int8) and z.v is v and z.v_descale is None
     scales = {"q_descale": z.q_descale, "k_descale": z.k_descale}
