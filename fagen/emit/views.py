@@ -457,9 +457,21 @@ def _stale_softmax(s: st.StaleSoftmax, x: Scope) -> tuple[str, View]:
     return "stale_softmax", values | {"pack": _pack_function(dtype, x), "limit": STALE_LIMIT[dtype]}
 
 
+def _lift(s: st.Lift, x: Scope) -> tuple[str, View]:
+    tile = x.frag(s.of).cols > 1
+    if tile:
+        x.helpers.need("steps/row_part")
+    return "lift", {"parts": x.zipped(of=s.of, m=s.m, l=s.l, down=s.down), "tile": tile, "one": 127 + s.offset}
+
+
 def _calm(s: st.Calm, x: Scope) -> tuple[str, View]:
     if s.alpha is None:
-        return "calm_start", {"var": s.var, "declare": "bool " if s.declare else ""}
+        values: View = {"var": s.var, "declare": "bool " if s.declare else "", "limits": None}
+        if s.limits is not None:
+            assert s.first_key is not None
+            # Limits are relative to the thread's first column.
+            values |= {"limits": x.parts(s.limits)[0], "last": x.c(s.first_key + (s.seen - 1) - ACC64.col_thread)}
+        return "calm_start", values
     return "calm", {"var": s.var, "alpha": x.parts(s.alpha)[0], "least": f"{s.least!r}f"}
 
 
@@ -512,6 +524,7 @@ _VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {
     st.IntToFloat: lambda s, x: ("int_to_float", {"parts": x.zipped(dst=s.dst, src=s.src)}),
     st.OnlineSoftmax: _online_softmax,
     st.StaleSoftmax: _stale_softmax,
+    st.Lift: _lift,
     st.Calm: _calm,
     st.Hold: lambda s, x: ("hold", {"parts": x.parts(s.row)}),
     st.CopyRow: lambda s, x: ("copy_row_values", {"parts": x.zipped(dst=s.dst, src=s.src)}),

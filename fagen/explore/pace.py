@@ -128,6 +128,11 @@ def _stale(kernel: KernelPlan, role: Role, step: Any) -> Pace:
     return Pace(n * (2 * FMA + SLOW / 2), n * EX2, latency=SOFTMAX_LATENCY + VOTE_LATENCY)
 
 
+def _lift(kernel: KernelPlan, role: Role, step: Any) -> Pace:
+    rows, of = _rows(_frag(role, step.m)), _frag(role, step.of)
+    return Pace((each(of, role) if of.cols > 1 else 0) * FMA + rows * (2 * SHUFFLE + 8 * FMA), latency=4 * SMALL)
+
+
 def _each(per_element: float, name: str, latency: float = 0.0) -> Callable[[KernelPlan, Role, Any], Pace]:
     """A rule for steps that go through the elements of one frag (the field `name`)."""
     return lambda kernel, role, step: Pace(each(_frag(role, getattr(step, name)), role) * per_element, latency=latency)
@@ -167,7 +172,8 @@ PACES: Mapping[str, Callable[[KernelPlan, Role, Any], Pace]] = {
     "IntToFloat": _each(SLOW + FMA, "dst"),
     "OnlineSoftmax": _online,
     "StaleSoftmax": _stale,
-    "Calm": lambda kernel, role, step: Pace(latency=SMALL if step.alpha else 0.0),
+    "Lift": _lift,
+    "Calm": lambda kernel, role, step: Pace(latency=SMALL if step.alpha or step.limits else 0.0),
     "AddSums": _each(FMA, "l"),
     "Hold": lambda kernel, role, step: Pace(latency=10.0),
     "CopyRow": _each(MOVE, "dst"),

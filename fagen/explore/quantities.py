@@ -63,6 +63,7 @@ FREE = frozenset(
         "Mask",
         "IntToFloat",
         "AddSums",
+        "Lift",
         "Hold",
         "Calm",
         "Move",

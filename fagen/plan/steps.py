@@ -688,15 +688,36 @@ class StaleSoftmax(Step):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Lift(Step):
+    """The reference m becomes more than the maximum, the log-sum-exp of what the row has seen in whole powers of two, so that a
+    StaleSoftmax bears as much larger scores in later blocks: m + k, l·2^−k, and down = 2^−k, which all else that was computed against m
+    must be multiplied by; k = ⌊log2 of the row's sum of `of`⌋ − offset, at least 0. out and lse are those of any reference.
+
+    What e4m3 loses at its lower end is small beside the reference. Beside the maximum, that is small against the row's largest weight;
+    beside the log-sum-exp, against the sum of them all. So k keys of equal weight lose no more of their row than one that stands alone.
+    `of` is l, or a tile of exponentials where l does not have their `shift` (see OnlineSoftmax)."""
+
+    of: str
+    m: str
+    l: str
+    down: str
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class Calm(Step):
-    """Whether a warp's references are worth trying: `var` = in the exact step that left `alpha`, no row's maximum grew by more than a
-    stale reference bears (alpha ≥ `least`); without `alpha` it is declared, or set anew, as true. Where block after block needs the
-    exact step, one softmax is computed instead of two."""
+    """Whether a warp's references are worth trying: `var` = in the exact step that left `alpha`, no row's reference grew by more than a
+    stale one bears (alpha ≥ `least`). Without `alpha` it is declared, or set anew, at the start of a tile: as true, or with `limits` where
+    every row of the warp sees `seen` keys of the first block, which starts at `first_key`: fewer say too little of the next block's.
+    Where block after block needs the exact step, one softmax is computed instead of two."""
 
     var: str
     alpha: str | None = None
     least: float = 1.0
     declare: bool = False
+    limits: str | None = None
+    first_key: Expr | None = None
+    seen: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

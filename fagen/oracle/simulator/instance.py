@@ -429,9 +429,20 @@ class Instance:
         fits = np.abs(e.value) < E4M3_MAX if e.dtype == "e4m3" else part.value < STALE_LIMIT[e.dtype]
         self.votes[step.fits] = _by_warp(fits) & self.votes[step.calm]
 
+    def lift(self, step: st.Lift) -> None:
+        total = self.registers[step.of].value.sum(axis=1, keepdims=True)
+        exponent = np.where(total > 0, np.frexp(total)[1] - 1 - step.offset, 0)
+        up = np.maximum(exponent, 0).astype(np.float32)
+        self._put(self.registers[step.m], self.registers[step.m].value + up)
+        self._put(self.registers[step.down], np.exp2(-up))
+        self._put(self.registers[step.l], self.registers[step.l].value * np.exp2(-up))
+
     def calm(self, step: st.Calm) -> None:
         rows = self.registers[next(iter(self.registers))].shape[0]
-        if step.alpha is None:
+        if step.limits is not None:
+            assert step.first_key is not None
+            self.votes[step.var] = _by_warp(self.registers[step.limits].value >= self.value(step.first_key) + step.seen - 1)
+        elif step.alpha is None:
             self.votes[step.var] = np.ones(rows, bool)
         else:
             assert self._rows is not None
@@ -487,7 +498,7 @@ _PRIVATE = frozenset(
         *quantise.PRIVATE,
         *(st.Let, st.Var, st.Set, st.Advance, st.CpCommit, st.StoreOut, st.StoreRow, st.Fill, st.Limits, st.Mask),
         *(st.IntToFloat, st.OnlineSoftmax, st.Pack, st.Rescale, st.Promote, st.LoadScale, st.ScaleShift),
-        *(st.StaleSoftmax, st.AddSums, st.Calm, st.CopyRow, st.Hold, st.Move),
+        *(st.StaleSoftmax, st.AddSums, st.Lift, st.Calm, st.CopyRow, st.Hold, st.Move),
     )
 )
 """Steps that no other role can notice, so nobody needs to come in before them."""
@@ -529,6 +540,7 @@ _ACTIONS: dict[type[st.Step], Callable[[Instance, Any], Blocked | None]] = {
     st.StaleSoftmax: Instance.stale_softmax,
     st.AddSums: Instance.add_sums,
     st.CopyRow: Instance.move,
+    st.Lift: Instance.lift,
     st.Calm: Instance.calm,
     st.Hold: lambda instance, step: None,
     st.Move: Instance.move,

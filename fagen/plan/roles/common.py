@@ -14,12 +14,17 @@ HEAD_KV = sym("h_kv")
 
 
 def p_offset(tiles: Tiles) -> int:
-    """P is multiplied by 2 to this: 2^8 = 256 leaves e4m3 (up to 448) the most of its range below the row's maximum. A stale reference
-    may lie below the maximum, and does so in most rows, whose maximum grows after the first block: 2^4 = 16 leaves it 4.8 powers of two
-    before values saturate. The price is at the other end: weights below 2^−14 of the reference's round to 0."""
+    """P is multiplied by 2 to this: 2^8 = 256 leaves e4m3 (up to 448) the most of its range below the reference. Scores may exceed a stale
+    one: 2^7 = 128 leaves 1.8 powers of two before P saturates, on top of what the reference is lifted by. The price is at the other end,
+    where weights below 2^−17 of the reference, instead of 2^−18, round to 0."""
     if tiles.attention.value_dtype != "e4m3":
         return 0
-    return 4 if tiles.schedule.reference == "stale" else 8
+    return 7 if tiles.schedule.reference == "stale" else 8
+
+
+def lifts(tiles: Tiles) -> bool:
+    """Whether references are lifted above the maximum (see Lift): in a type whose range ends just above it."""
+    return tiles.schedule.reference == "stale" and tiles.attention.value_dtype == "e4m3"
 
 
 def sums(tiles: Tiles) -> tuple[str, ...]:

@@ -32,11 +32,13 @@ from ..steps import (
     If,
     IntToFloat,
     Let,
+    Lift,
     LoadFrag,
     Loop,
     Mask,
     Mma,
     MmaWait,
+    MulRow,
     Move,
     NArrive,
     OnlineSoftmax,
@@ -56,11 +58,13 @@ from ..steps import (
     Wait,
 )
 from ..tiles import N_TILE, B, H, J, M, N, Tiles, W
-from .common import HEAD_KV, ROW0, clear, epilogue, locate, nothing_seen, p_offset, setup, sums, totals
+from .common import HEAD_KV, ROW0, clear, epilogue, locate, lifts, nothing_seen, p_offset, setup, sums, totals
 
 LAST = as_expr(0)
-CALM = {"bf16": 2.0**-8, "fp16": 2.0**-8, "e4m3": 2.0**-4}
-"""Growth of a row's maximum within a block, as alpha, that the next block's stale reference is likely to bear."""
+CALM = {"bf16": 2.0**-8, "fp16": 2.0**-8, "e4m3": 2.0**-2}
+"""Growth of a row's reference within a block, as alpha, that the next block's stale reference is likely to bear."""
+ENOUGH = 16
+"""Keys of a first block that say enough of the row's others."""
 FIRST, NEXT = "first_", "next_"
 """Prefixes of the scalars of a tile's first block, and of the tile's that is joined to it."""
 OLD = ("row0", "h", "b", "h_kv")
@@ -284,7 +288,8 @@ class Wgmma:
         a, s = self.tiles.attention, self.tiles.schedule
         if s.reference != "stale":
             return ()
-        return Frag("E", 64, s.tile_kv, a.value_dtype, self._p_layout()), Frag("part", 64, 1, "fp32", "row64")
+        rows = ("part", "down") if lifts(self.tiles) else ("part",)
+        return Frag("E", 64, s.tile_kv, a.value_dtype, self._p_layout()), *(Frag(name, 64, 1, "fp32", "row64") for name in rows)
 
     def _p_layout(self) -> str:
         return "a64_e4m3perm" if self.transposes else "a64_e4m3" if self.tiles.attention.value_dtype == "e4m3" else "a64"
@@ -327,7 +332,11 @@ class Wgmma:
             offset=p_offset(self.tiles),
             **scales.of_softmax(self.tiles, first),
         )
-        return (*convert, *mask, soft)
+        lift = (*self._lift("l_sum" if soft.shift is None else "S"), Rescale(o="S", alpha="down")) if first and lifts(self.tiles) else ()
+        return (*convert, *mask, soft, *lift)
+
+    def _lift(self, of: str) -> Body:
+        return (Lift(of=of, m="m_ref", l="l_sum", down="down", offset=p_offset(self.tiles)),)
 
     def _in_turn(self, *products: Mma | Wait) -> Body:
         """Ping-pong: the products of a warpgroup are issued in its turn, then the turn goes to the next one."""
@@ -351,7 +360,7 @@ class Wgmma:
         work = (*loads, *skip, *self._await_q(), *blocks)
         some = N_TILE if s.skip_masked else N
         claim = (Elected(name="claim", body=self.tiles.claim("next")),) if self._is_uniform and t.dynamic else ()
-        calm = (Calm(var="calm", declare=True),) if s.reference == "stale" else ()
+        calm = (self._calm(declare=True),) if s.reference == "stale" else ()
         return (
             *setup(t, 64),
             *calm,
@@ -367,7 +376,7 @@ class Wgmma:
         blocks = (*self._segments(N - 2, {m: self._block_stale(m) for m in (True, False)}, always_masked=t.attention.causal),)
         first = (
             *setup(t, 64, Var),
-            Calm(var="calm", declare=True),
+            self._calm(declare=True),
             *(Var(var=f"old_{n}", value=sym(n)) for n in OLD),
             *self._await_q(),
             *self._first_block(),
@@ -375,7 +384,7 @@ class Wgmma:
         more = (*(Set(var=f"old_{n}", value=sym(n)) for n in OLD), *locate(t, 64, Set))
         done = MmaWait(pending=0, ready=("O", "P"))
         join = (
-            Calm(var="calm"),
+            self._calm(),
             CopyRow(dst="m_old", src="m_ref"),
             CopyRow(dst="l_old", src="l_sum"),
             *self._await_q(),
@@ -536,6 +545,13 @@ class Wgmma:
             *self._rescale(),
         )
 
+    def _calm(self, *, declare: bool = False) -> Calm:
+        """At a tile's start. Rows that see little of their first block are lifted little, and what they see next is likely to be more."""
+        if not lifts(self.tiles):
+            return Calm(var="calm", declare=declare)
+        first_key = (N - 1) * self.tiles.schedule.tile_kv
+        return Calm(var="calm", declare=declare, limits="last_key", first_key=first_key, seen=ENOUGH)
+
     def _block_stale(self, masked: bool) -> Body:
         """within, both, against a stale reference: neither maximum nor rescaling stands between the scores and the exponentials.
 
@@ -543,6 +559,10 @@ class Wgmma:
         """
         *before, exact = self._softmax(J, masked)
         assert isinstance(exact, OnlineSoftmax)
+        # Row sums do not have a V block's share of P, which references have.
+        lift = self._lift("l_sum") if lifts(self.tiles) and exact.shift is None else ()
+        lifted = (MulRow(dst="alpha", src="down"),) if lift else ()
+        calm = (Calm(var="calm", alpha="alpha", least=CALM[self.tiles.attention.value_dtype]),)
         done = MmaWait(pending=0, ready=("O", "P"))
         stale = StaleSoftmax(
             calm="calm",
@@ -559,11 +579,14 @@ class Wgmma:
             name="exact",
             unless="fits",
             then=(
+                *lift,
                 exact,
+                *(calm if lift else ()),  # of the block's growth, before the lift joins it
                 Pack(p="E", s="S"),
                 done,
+                *lifted,
                 *self._rescale(unpromoted=True),
-                Calm(var="calm", alpha="alpha", least=CALM[self.tiles.attention.value_dtype]),
+                *(() if lift else calm),
             ),
             orelse=(AddSums(l="l_sum", part="part"), done),
         )
