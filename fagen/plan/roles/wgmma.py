@@ -38,8 +38,8 @@ from ..steps import (
     Mask,
     Mma,
     MmaWait,
-    MulRow,
     Move,
+    MulRow,
     NArrive,
     OnlineSoftmax,
     Pack,
@@ -58,7 +58,7 @@ from ..steps import (
     Wait,
 )
 from ..tiles import N_TILE, B, H, J, M, N, Tiles, W
-from .common import HEAD_KV, ROW0, clear, epilogue, locate, lifts, nothing_seen, p_offset, setup, sums, totals
+from .common import HEAD_KV, ROW0, clear, epilogue, lifts, locate, nothing_seen, p_offset, setup, sums, totals
 
 LAST = as_expr(0)
 CALM = {"bf16": 2.0**-8, "fp16": 2.0**-8, "e4m3": 2.0**-2}
@@ -332,7 +332,11 @@ class Wgmma:
             offset=p_offset(self.tiles),
             **scales.of_softmax(self.tiles, first),
         )
-        lift = (*self._lift("l_sum" if soft.shift is None else "S"), Rescale(o="S", alpha="down")) if first and lifts(self.tiles) else ()
+        lift = (
+            (*self._lift("l_sum" if soft.shift is None else "S"), Rescale(o="S", alpha="down"))
+            if first and lifts(self.tiles)
+            else ()
+        )
         return (*convert, *mask, soft, *lift)
 
     def _lift(self, of: str) -> Body:
