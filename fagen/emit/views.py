@@ -431,7 +431,9 @@ def _mask(s: st.Mask, x: Scope) -> tuple[str, View]:
 
 
 def _online_softmax(s: st.OnlineSoftmax, x: Scope) -> tuple[str, View]:
-    values = _softmax_scales(s)
+    values = _softmax_scales(s) | {"lift": s.lift, "one": 127 + s.offset}
+    if s.lift:
+        x.helpers.need("steps/sum_row")
     if s.first:
         return "first_softmax", values | {"parts": x.zipped(s=s.s, m=s.m, l=s.l)}
     return "online_softmax", values | {"parts": x.zipped(s=s.s, m=s.m, l=s.l, alpha=s.alpha)}
@@ -455,13 +457,6 @@ def _stale_softmax(s: st.StaleSoftmax, x: Scope) -> tuple[str, View]:
             raise InternalError("a stale reference with a V given transposed has no template")
         return "stale_softmax_e4m3", values
     return "stale_softmax", values | {"pack": _pack_function(dtype, x), "limit": STALE_LIMIT[dtype]}
-
-
-def _lift(s: st.Lift, x: Scope) -> tuple[str, View]:
-    tile = x.frag(s.of).cols > 1
-    if tile:
-        x.helpers.need("steps/row_part")
-    return "lift", {"parts": x.zipped(of=s.of, m=s.m, l=s.l, down=s.down), "tile": tile, "one": 127 + s.offset}
 
 
 def _calm(s: st.Calm, x: Scope) -> tuple[str, View]:
@@ -524,7 +519,6 @@ _VIEWS: dict[type[st.Step], Callable[[Any, Scope], tuple[str, View]]] = {
     st.IntToFloat: lambda s, x: ("int_to_float", {"parts": x.zipped(dst=s.dst, src=s.src)}),
     st.OnlineSoftmax: _online_softmax,
     st.StaleSoftmax: _stale_softmax,
-    st.Lift: _lift,
     st.Calm: _calm,
     st.Hold: lambda s, x: ("hold", {"parts": x.parts(s.row)}),
     st.CopyRow: lambda s, x: ("copy_row_values", {"parts": x.zipped(dst=s.dst, src=s.src)}),

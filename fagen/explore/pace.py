@@ -120,17 +120,16 @@ def _online(kernel: KernelPlan, role: Role, step: Any) -> Pace:
     s = _frag(role, step.s)
     n, rows = each(s, role), _rows(s)
     alu = n * (SLOW + 2 * FMA) + rows * 2 * SHUFFLE
-    return Pace(alu, n * EX2 + (0 if step.first else rows * EX2), latency=ROW_MAX_LATENCY + SOFTMAX_LATENCY + SLOW * n)
+    lift = Pace()
+    if step.lift:
+        lift = Pace(rows * (2 * SHUFFLE + 8 * FMA) + (n * FMA if step.first else 0), latency=4 * SMALL)
+    mufu = n * EX2 + (0 if step.first else rows * EX2)
+    return Pace(alu + lift.alu, mufu, latency=ROW_MAX_LATENCY + SOFTMAX_LATENCY + SLOW * n + lift.latency)
 
 
 def _stale(kernel: KernelPlan, role: Role, step: Any) -> Pace:
     n = each(_frag(role, step.s), role)
     return Pace(n * (2 * FMA + SLOW / 2), n * EX2, latency=SOFTMAX_LATENCY + VOTE_LATENCY)
-
-
-def _lift(kernel: KernelPlan, role: Role, step: Any) -> Pace:
-    rows, of = _rows(_frag(role, step.m)), _frag(role, step.of)
-    return Pace((each(of, role) if of.cols > 1 else 0) * FMA + rows * (2 * SHUFFLE + 8 * FMA), latency=4 * SMALL)
 
 
 def _each(per_element: float, name: str, latency: float = 0.0) -> Callable[[KernelPlan, Role, Any], Pace]:
@@ -172,7 +171,6 @@ PACES: Mapping[str, Callable[[KernelPlan, Role, Any], Pace]] = {
     "IntToFloat": _each(SLOW + FMA, "dst"),
     "OnlineSoftmax": _online,
     "StaleSoftmax": _stale,
-    "Lift": _lift,
     "Calm": lambda kernel, role, step: Pace(latency=SMALL if step.alpha or step.limits else 0.0),
     "AddSums": _each(FMA, "l"),
     "Hold": lambda kernel, role, step: Pace(latency=10.0),

@@ -29,7 +29,7 @@ STEP_CLASS = {
     for colour, kinds in {
         "copy": "TmaLoad CpAsync Copy LoadFrag LoadAcc LoadRow TransposeV StoreOut StoreRow StoreScores StoreAcc StoreStats StoreFrag",
         "matrix": "Mma MmaWait AddParts",
-        "softmax": "OnlineSoftmax StaleSoftmax Lift IntToFloat Mask Pack Rescale RowPass MergeStats SumRow MulRow Reciprocal LogSumExp AddSums",
+        "softmax": "OnlineSoftmax StaleSoftmax IntToFloat Mask Pack Rescale RowPass MergeStats SumRow MulRow Reciprocal LogSumExp AddSums",
         "sync": "Wait Arrive Sync NArrive CtaSync ProxyFence CpWait CpCommit",
         "control": "Loop Forever If Vote Elected Break",
     }.items()

@@ -63,7 +63,6 @@ FREE = frozenset(
         "Mask",
         "IntToFloat",
         "AddSums",
-        "Lift",
         "Hold",
         "Calm",
         "Move",

@@ -118,10 +118,7 @@ ROW_LOADS = 4
 def scarce(role: Role) -> bool:
     """Whether the role keeps more in registers than a block's tiles and sums (the warps' parts, what goes through a workspace, copies on
     their way, factors of every step): then addresses are computed when they are used, and long copies run in a loop."""
-    steps = list(walk(role.body))
-    if any(isinstance(s, Mma) and s.unit == "wgmma" for s in steps):
-        return False
-    return any(isinstance(s, (Copy, LoadAcc, AddParts, MulRow)) for s in steps)
+    return any(isinstance(s, (Copy, LoadAcc, AddParts, MulRow)) for s in walk(role.body))
 
 
 def copy_loads(tile: Smem, threads: int, most: int) -> int:

@@ -33,7 +33,9 @@ def transposed_at_once(attention: Attention, schedule: Schedule) -> int:
     most = 4 if have >= 40 else 3 if have >= 32 and not decodes else 1
     if units <= most:
         return units
-    return max((n for n in range(2, most + 1) if units % n == 0), default=2) if have >= 40 else 1
+    # Two rings' positions beside a ring of tile numbers: with three of six units the warps spilled at head_dim 64.
+    crowded = attention.dv == 64 and schedule.parallelism == "persistent_dynamic" and schedule.stages_k != schedule.stages_v
+    return max((n for n in range(2, (2 if crowded else most) + 1) if units % n == 0), default=2) if have >= 40 else 1
 
 
 def overhead(attention: Attention, schedule: Schedule) -> int:

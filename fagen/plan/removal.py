@@ -72,7 +72,7 @@ def _kept(plan: Plan, what: str) -> tuple[KernelPlan, ...]:
 # the four removals --------------------------------------------------------------------------------------------------------
 
 SOFTMAX = (
-    *(st.Mask, st.Limits, st.OnlineSoftmax, st.AddSums, st.Lift, st.Calm, st.Hold, st.Rescale),
+    *(st.Mask, st.Limits, st.OnlineSoftmax, st.AddSums, st.Calm, st.Hold, st.Rescale),
     *(st.MulRow, st.Reciprocal, st.StoreStats, st.MergeStats),
 )
 """Steps that go with the softmax. What they leave undefined nothing reads: row sums are set to 1."""

@@ -651,7 +651,13 @@ class OnlineSoftmax(Step):
     A row that has seen no key yet keeps m = −inf, alpha = 0, s = 0. `first`: nothing came before, so alpha is not needed (l = rowsum).
     `scale`: the scalar of a LoadScale instead of the constant. `offset`: exponentials and l are 2^offset times larger, so that P
     fills the range of e4m3. `shift` and `weight` (of a ScaleShift): s·scale_log2 + shift is what m is the maximum of and s becomes the
-    exponential of; row sums are multiplied by the weight, so l does not have the shift."""
+    exponential of; row sums are multiplied by the weight, so l does not have the shift.
+
+    `lift`: m becomes up to so many powers of two more than the maximum, so that a StaleSoftmax bears as much larger scores in later
+    blocks: as many as there are in the sum of the row's exponentials over its largest, so none in a row that one key has for itself.
+    With `first`, of this block: k = min(⌊log2 of the sum of s⌋ − offset, lift), then m + k, s·2^−k, l·2^−k. Else, of the blocks before:
+    m' = max(m, top, min(m + ⌊log2 of the whole row sum l⌋ − offset, top + lift)) with top = rowmax(s)·scale_log2; not beside `shift`,
+    which l does not have. out and lse are those of any reference."""
 
     s: str
     m: str
@@ -661,6 +667,7 @@ class OnlineSoftmax(Step):
     first: bool
     scale: str | None = None
     offset: int = 0
+    lift: int = 0
     shift: str | None = None
     weight: str | None = None
 
@@ -685,23 +692,6 @@ class StaleSoftmax(Step):
     offset: int = 0
     shift: str | None = None
     weight: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Lift(Step):
-    """The reference m becomes more than the maximum, the log-sum-exp of what the row has seen in whole powers of two, so that a
-    StaleSoftmax bears as much larger scores in later blocks: m + k, l·2^−k, and down = 2^−k, which all else that was computed against m
-    must be multiplied by; k = ⌊log2 of the row's sum of `of`⌋ − offset, at least 0. out and lse are those of any reference.
-
-    What e4m3 loses at its lower end is small beside the reference. Beside the maximum, that is small against the row's largest weight;
-    beside the log-sum-exp, against the sum of them all. So k keys of equal weight lose no more of their row than one that stands alone.
-    `of` is l, or a tile of exponentials where l does not have their `shift` (see OnlineSoftmax)."""
-
-    of: str
-    m: str
-    l: str
-    down: str
-    offset: int
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ KINDS: dict[type[st.Step], str] = {
     **dict.fromkeys((qs.ShareMax, qs.TakeMax, qs.ShareColumns, qs.ReduceParts), "merge"),
     **dict.fromkeys((qs.StoreColumns, qs.StoreMax, qs.QuantiseRows, qs.AddShift), "epilogue"),
     st.TransposeV: "transpose",
-    **dict.fromkeys((st.IntToFloat, st.Mask, st.OnlineSoftmax, st.StaleSoftmax, st.Lift, st.RowPass, st.SumRow), "softmax"),
+    **dict.fromkeys((st.IntToFloat, st.Mask, st.OnlineSoftmax, st.StaleSoftmax, st.RowPass, st.SumRow), "softmax"),
     **dict.fromkeys((st.Pack, st.Rescale, st.Promote, st.Move, st.MulRow, st.Reciprocal), "rescale"),
     **dict.fromkeys((st.StoreStats, st.MergeStats, st.StoreFrag, st.AddParts), "merge"),
     **dict.fromkeys((st.StoreOut, st.StoreRow, st.StoreScores, st.StoreAcc, st.LogSumExp), "epilogue"),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -25,6 +27,42 @@ STAGES = (1, 2, 3, 4, (1, 2), (3, 1), (2, 4))
 def prove_plan(attention: Attention, schedule: Schedule) -> ProofResult:
     (kernel,) = assemble(attention, schedule).kernels
     return prove(kernel, attention, schedule)
+
+
+def with_steps(kernel: KernelPlan, rule: Callable[[S.Step], S.Body]) -> KernelPlan:
+    """Each step of the kernel replaced by what the rule has for it; loops and branches keep their place."""
+
+    def body(steps: S.Body) -> S.Body:
+        return tuple(new for step in steps for new in rule(replace(step, **parts(step))))
+
+    def parts(step: S.Step) -> dict[str, S.Body]:
+        return {n: body(getattr(step, n)) for n in ("body", "then", "orelse") if isinstance(getattr(step, n, None), tuple)}
+
+    return replace(kernel, roles=tuple(replace(r, body=body(r.body)) for r in kernel.roles))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"overlap": "none"}, {"overlap": "within"}, {"overlap": "within", "reference": "stale", "fuse_tiles": True}],
+    ids=str,
+)
+def test_q_is_not_released_before_a_product_has_waited_for_it(changes: dict[str, Any]) -> None:
+    """An arrival waits for no load: on an H200 the next tile's Q came into the slot before ldmatrix had read the last of it (head_dim 256 in
+    e4m3, joined tiles of two blocks, while stores held up the shared-memory pipe)."""
+    attention, schedule = FA3[0].replace(head_dim=64), FA3[1].replace(q_operand="registers", tile_kv=64, **changes)
+    (kernel,) = assemble(attention, schedule).kernels
+    assert prove(kernel, attention, schedule).ok
+    (free, *_) = (s for r in kernel.roles for s in S.walk(r.body) if isinstance(s, S.Arrive) and s.bar == "q_empty")
+
+    def early(step: S.Step) -> S.Body:
+        if isinstance(step, S.LoadFrag):
+            return step, replace(free, id="")
+        if isinstance(step, S.If) and not step.then:
+            return ()
+        return () if isinstance(step, S.Arrive) and step.bar == "q_empty" else (step,)
+
+    result = prove(with_steps(kernel, early), attention, schedule)
+    assert not result.ok and result.failures[0].kind == "race", result
 
 
 # plans ------------------------------------------------------------------------------------------------------------------

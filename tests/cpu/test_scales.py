@@ -177,20 +177,30 @@ def test_a_stale_reference_keeps_what_a_running_one_keeps(at: int, above: float)
     assert errors["stale"] < 0.01 or errors["stale"] < 2 * errors["running"]
 
 
-@pytest.mark.parametrize("mask, spread, most", [("full", 1.0, 0.005), ("causal", 1.0, 0.15), ("full", 2.0, 0.27)])
-def test_few_blocks_are_computed_twice(mask: str, spread: float, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of blocks behind a tile's first, by warp. Normal scores: against the maximum of the first block alone it would be 0.2 of the full ones;
-    rows that see little of their first block (causal: one warp of four, blocks 1 and maybe 2) start over in any case."""
+def counted(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    """How many blocks behind a tile's first the warps of a simulation compute exactly, and against a stale reference: filled as it runs."""
     counts = {"exact": 0, "stale": 0}
-    for kind, name in ((S.OnlineSoftmax, "exact"), (S.StaleSoftmax, "stale")):
+
+    def count(kind: type[S.Step], name: str) -> None:
         action = instance._ACTIONS[kind]
 
-        def counted(x: Any, step: Any, action: Any = action, name: str = name) -> Any:
+        def counting(x: Any, step: Any) -> Any:
             if not getattr(step, "first", False):
                 counts[name] += 4 if x._rows is None else int(x._rows.sum()) // 16
             return action(x, step)
 
-        monkeypatch.setitem(instance._ACTIONS, kind, counted)
+        monkeypatch.setitem(instance._ACTIONS, kind, counting)
+
+    count(S.OnlineSoftmax, "exact")
+    count(S.StaleSoftmax, "stale")
+    return counts
+
+
+@pytest.mark.parametrize("mask, spread, most", [("full", 1.0, 0.005), ("causal", 1.0, 0.15), ("full", 2.0, 0.27)])
+def test_few_blocks_are_computed_twice(mask: str, spread: float, most: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of blocks behind a tile's first, by warp. Normal scores: against the maximum of the first block alone it would be 0.2 of the full ones;
+    rows that see little of their first block (causal: one warp of four, blocks 1 and maybe 2) start over in any case."""
+    counts = counted(monkeypatch)
     a, s = fp8(
         head_dim=64,
         tile_q=64,
@@ -206,8 +216,49 @@ def test_few_blocks_are_computed_twice(mask: str, spread: float, most: float, mo
     assert counts["exact"] <= most * counts["stale"]
 
 
+@pytest.mark.parametrize("above", [4.0, 6.0])
+def test_many_keys_that_share_a_row_cost_it_little(above: float) -> None:
+    """The first block's 128 keys above the rest, without values: their sum is 2^7 of one's weight, a reference at most 2^3."""
+    problem = Problem(1, 64, 2048, 1, 1)
+    rng = np.random.default_rng(1)
+    errors = {}
+    for how in ("running", "stale"):
+        a, s = fp8(head_dim=64, tile_q=64, consumers=1, tile_kv=128, overlap="within", reference=how)
+        q, k, v = (np.zeros((1, n, 1, 64), np.float32) for n in (problem.sq, problem.sk, problem.sk))
+        q[..., 1:9], k[..., 1:9] = (0.5 * rng.standard_normal((1, x.shape[1], 1, 8)) for x in (q, k))
+        v[:, :-128] = 1 + 0.5 * rng.standard_normal((1, problem.sk - 128, 1, 64))
+        q[..., 0], k[:, -128:, :, 0] = 8.0, above
+        q, k, v = (x.astype(E4M3) for x in (q, k, v))
+        out, lse = simulate(a, s, q, k, v)
+        want, _ = reference(a, q, k, v)
+        errors[how] = float(np.sqrt(np.mean((out.astype(float) - want) ** 2) / np.mean(want**2)))
+        assert check(a, q, k, v, out, lse, schedule=s).passed
+    assert errors["stale"] < 2 * errors["running"] < 0.02
+
+
+def test_rows_that_see_little_of_their_first_block_begin_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All scores are 0, so nothing else is computed exactly. Rows 0 to 15 of a tile see 1 to 16 keys of their first block, the others more."""
+    counts = counted(monkeypatch)
+    a, s = fp8(head_dim=64, tile_q=64, consumers=1, tile_kv=64, overlap="within", reference="stale", mask="causal")
+    q, k, v = make_inputs(a, Problem(1, 256, 256, 1, 1), seed=3)
+    simulate(a, s, np.zeros_like(q), k, v)
+    assert counts["exact"] == 3, "one warp, in each of three tiles that have a second block"
+
+
+@pytest.mark.parametrize("reference_", ["running", "stale"])
+@pytest.mark.parametrize("scale", [2.0**-20, 2.0**20])
+def test_a_common_scale_of_all_blocks_changes_nothing(scale: float, reference_: str) -> None:
+    """Row sums do not have it, references do: neither is taken for the other."""
+    a, s = fp8(scale_granularity="block", reference=reference_, overlap="within")
+    problem = Problem(1, 128, 256, 1, 1)
+    q, k, v = make_inputs(a, problem, seed=9)
+    scaled, _ = simulate(a, s, q, k, v, v_descale=np.full((1, 1, 4), scale, np.float32))
+    plain, _ = simulate(a, s, q, k, v, v_descale=1.0)
+    np.testing.assert_allclose(scaled.astype(float) / scale, plain.astype(float), rtol=2**-5, atol=1e-5)  # roundings may part
+
+
 def test_a_lift_changes_neither_out_nor_lse() -> None:
-    """Of a row whose first block says that all keys weigh the same: 2^k of them, so the reference stands k above the maximum."""
+    """Of a row whose keys all weigh the same: the reference stands 3 above the maximum."""
     a, s = fp8(head_dim=64, tile_q=64, consumers=1, tile_kv=64, overlap="within", reference="stale")
     problem = Problem(1, 64, 256, 1, 1)
     q, k, v = make_inputs(a, problem, seed=5)

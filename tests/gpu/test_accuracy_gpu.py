@@ -41,7 +41,8 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> AccuracyResult:
 def test_every_row_is_measured_as_predicted(result: AccuracyResult) -> None:
     (e,) = result.experiments
     ours = [r for r in e.rows if r.kind == "schedule"]
-    assert len(ours) == 12 and result.gpu and result.ok
+    assert [sum(name in r.recipe for r in ours) for name in ("fp16", "int8 ", "int8_qk ", "per ")] == [1, 4, 4, 15]
+    assert len(ours) == 16 and result.gpu and result.ok
     for r in ours:
         assert r.outcome == "right" and r.measured is not None and r.measured.rows == 2 * 8 * 700
         ratio = agreement(r)

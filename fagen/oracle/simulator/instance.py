@@ -89,6 +89,7 @@ class Instance:
         self.done = False
         self._single_thread = role.elect
         self._open: deque[Product] = deque()
+        self._loading: dict[str, SharedOperand] = {}  # fragments on their way
         self._copies: list[_Copy] = []
         self._groups: deque[list[_Copy]] = deque()
         self._generator = self._run(role.body)
@@ -256,8 +257,10 @@ class Instance:
         return scale, self.scalars[step.shift], self.scalars[step.weight]
 
     def load_frag(self, step: st.LoadFrag) -> None:
+        """Reads as late as the machine may: when a product takes it."""
         dst = self.registers[step.dst]
-        dst.write(self._operand(step.src, dst.shape[0]).now().copy())
+        dst.write(dst.nan())
+        self._loading[step.dst] = self._operand(step.src, dst.shape[0])
 
     def store_out(self, step: st.StoreOut) -> None:
         self._store(step, self.registers[step.src].value)
@@ -350,6 +353,8 @@ class Instance:
 
     def mma(self, step: st.Mma) -> None:
         d = self.registers[step.d]
+        if isinstance(step.a, str) and step.a in self._loading:
+            self.registers[step.a].write(self._loading.pop(step.a).now().copy())
         a = self.registers[step.a] if isinstance(step.a, str) else self._operand(step.a, d.shape[0])
         depth = a.shape[1] if isinstance(a, Register) else a.now().shape[1]
         n = d.shape[1]
@@ -400,13 +405,20 @@ class Instance:
         s, m, l, alpha = (self.registers[x] for x in (step.s, step.m, step.l, step.alpha))
         scale, shift, weight = self._shift(step)
         highest = s.value.max(axis=1, keepdims=True) * scale + shift
-        new = highest if step.first else np.maximum(m.value, highest)
+        new = highest
+        if not step.first:
+            raised = np.minimum(m.value + self._lift(step, l.value), highest + np.float32(step.lift))
+            new = np.maximum(np.maximum(m.value, highest), raised)
         reference = np.where(np.isneginf(new), np.float32(0), new)  # a row without a key yet: 2^(−inf − 0) = 0
         # One FFMA, so rounded once: float64 holds the product exactly.
         lowered = reference - (shift + np.float32(step.offset))
         exponent: F32 = (s.value.astype(np.float64) * np.float64(scale) - lowered).astype(np.float32)
         p = np.exp2(exponent, out=exponent)
-        total = p.sum(axis=1, keepdims=True) * weight
+        total = p.sum(axis=1, keepdims=True)
+        if step.first:
+            up = np.minimum(self._lift(step, total), np.float32(step.lift))
+            new, p, total = new + up, p * np.exp2(-up), total * np.exp2(-up)
+        total = total * weight
         if step.first:
             self._put(l, total)
             self._put(alpha, alpha.nan())  # not computed
@@ -416,6 +428,13 @@ class Instance:
             self._put(alpha, factor)
         self._put(s, p)
         self._put(m, new)
+
+    def _lift(self, step: st.OnlineSoftmax, total: F32) -> F32:
+        """Whole powers of two in row sums, over the largest value."""
+        if not step.lift:
+            return np.zeros_like(total)
+        exponent = np.where(total > 0, np.frexp(total)[1] - 1 - step.offset, 0)
+        return np.maximum(exponent, 0).astype(np.float32)
 
     def stale_softmax(self, step: st.StaleSoftmax) -> None:
         s, m, e, part = (self.registers[x] for x in (step.s, step.m, step.e, step.part))
@@ -428,14 +447,6 @@ class Instance:
         # The GPU votes on each thread's share of two rows, the model on whole rows: near the limit they may part, both right.
         fits = np.abs(e.value) < E4M3_MAX if e.dtype == "e4m3" else part.value < STALE_LIMIT[e.dtype]
         self.votes[step.fits] = _by_warp(fits) & self.votes[step.calm]
-
-    def lift(self, step: st.Lift) -> None:
-        total = self.registers[step.of].value.sum(axis=1, keepdims=True)
-        exponent = np.where(total > 0, np.frexp(total)[1] - 1 - step.offset, 0)
-        up = np.maximum(exponent, 0).astype(np.float32)
-        self._put(self.registers[step.m], self.registers[step.m].value + up)
-        self._put(self.registers[step.down], np.exp2(-up))
-        self._put(self.registers[step.l], self.registers[step.l].value * np.exp2(-up))
 
     def calm(self, step: st.Calm) -> None:
         rows = self.registers[next(iter(self.registers))].shape[0]
@@ -498,7 +509,7 @@ _PRIVATE = frozenset(
         *quantise.PRIVATE,
         *(st.Let, st.Var, st.Set, st.Advance, st.CpCommit, st.StoreOut, st.StoreRow, st.Fill, st.Limits, st.Mask),
         *(st.IntToFloat, st.OnlineSoftmax, st.Pack, st.Rescale, st.Promote, st.LoadScale, st.ScaleShift),
-        *(st.StaleSoftmax, st.AddSums, st.Lift, st.Calm, st.CopyRow, st.Hold, st.Move),
+        *(st.StaleSoftmax, st.AddSums, st.Calm, st.CopyRow, st.Hold, st.Move),
     )
 )
 """Steps that no other role can notice, so nobody needs to come in before them."""
@@ -540,7 +551,6 @@ _ACTIONS: dict[type[st.Step], Callable[[Instance, Any], Blocked | None]] = {
     st.StaleSoftmax: Instance.stale_softmax,
     st.AddSums: Instance.add_sums,
     st.CopyRow: Instance.move,
-    st.Lift: Instance.lift,
     st.Calm: Instance.calm,
     st.Hold: lambda instance, step: None,
     st.Move: Instance.move,

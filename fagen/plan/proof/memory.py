@@ -103,9 +103,12 @@ def _cp_wait(run: Run, line: Line, step: S.CpWait) -> None:
 
 
 def _load_frag(run: Run, line: Line, step: S.LoadFrag) -> None:
+    """ldmatrix has read when a product that takes the fragment is issued: the machine waits for it there, and an arrival before that, which
+    waits for nothing, may overtake it."""
     alone(run, line, step, False)
-    e = run.event(line, step)
-    read(run, line, step, step.src, e, e, asynchronous=False)
+    start = run.event(line, step)
+    line.loading[step.dst] = run.order.add(line.label(step, "arrives"), run.order.masks[start])
+    read(run, line, step, step.src, start, line.loading[step.dst], asynchronous=False)
     touch(run, line, step)
 
 
@@ -186,6 +189,9 @@ def _mma(run: Run, line: Line, step: S.Mma) -> None:
     alone(run, line, step, False)
     touch(run, line, step)
     asynchronous = step.unit == "wgmma"
+    loaded = line.loading.pop(step.a, None) if isinstance(step.a, str) else None
+    if loaded is not None:
+        line.known |= run.order.masks[loaded]
     start = end = run.event(line, step)
     if asynchronous:
         end = run.order.add(line.label(step, "completes"), run.order.masks[start])

@@ -15,16 +15,17 @@ HEAD_KV = sym("h_kv")
 
 def p_offset(tiles: Tiles) -> int:
     """P is multiplied by 2 to this: 2^8 = 256 leaves e4m3 (up to 448) the most of its range below the reference. Scores may exceed a stale
-    one: 2^7 = 128 leaves 1.8 powers of two before P saturates, on top of what the reference is lifted by. The price is at the other end,
-    where weights below 2^−17 of the reference, instead of 2^−18, round to 0."""
+    one: 2^7 = 128 leaves 1.8 powers of two before P saturates, on top of what the reference is above the maximum (`lift`). The price is at
+    the other end: weights below 2^−17 of the reference round to 0, so below 2^−14 to 2^−17 of the maximum, instead of 2^−18."""
     if tiles.attention.value_dtype != "e4m3":
         return 0
     return 7 if tiles.schedule.reference == "stale" else 8
 
 
-def lifts(tiles: Tiles) -> bool:
-    """Whether references are lifted above the maximum (see Lift): in a type whose range ends just above it."""
-    return tiles.schedule.reference == "stale" and tiles.attention.value_dtype == "e4m3"
+def lift(tiles: Tiles) -> int:
+    """Powers of two by which a reference may be above the maximum (see OnlineSoftmax), in a type whose range ends just above it. A row of
+    many keys of about the same weight, as that of normal scores is, then has 4.8 before P saturates, one that a key has for itself 1.8."""
+    return 3 if tiles.schedule.reference == "stale" and tiles.attention.value_dtype == "e4m3" else 0
 
 
 def sums(tiles: Tiles) -> tuple[str, ...]:

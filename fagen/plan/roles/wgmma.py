@@ -32,14 +32,12 @@ from ..steps import (
     If,
     IntToFloat,
     Let,
-    Lift,
     LoadFrag,
     Loop,
     Mask,
     Mma,
     MmaWait,
     Move,
-    MulRow,
     NArrive,
     OnlineSoftmax,
     Pack,
@@ -58,10 +56,10 @@ from ..steps import (
     Wait,
 )
 from ..tiles import N_TILE, B, H, J, M, N, Tiles, W
-from .common import HEAD_KV, ROW0, clear, epilogue, lifts, locate, nothing_seen, p_offset, setup, sums, totals
+from .common import HEAD_KV, ROW0, clear, epilogue, lift, locate, nothing_seen, p_offset, setup, sums, totals
 
 LAST = as_expr(0)
-CALM = {"bf16": 2.0**-8, "fp16": 2.0**-8, "e4m3": 2.0**-2}
+CALM = {"bf16": 2.0**-8, "fp16": 2.0**-8, "e4m3": 2.0**-4}
 """Growth of a row's reference within a block, as alpha, that the next block's stale reference is likely to bear."""
 ENOUGH = 16
 """Keys of a first block that say enough of the row's others."""
@@ -98,12 +96,9 @@ class Wgmma:
         return self.tiles.schedule.q_operand == "registers"
 
     def _await_q(self) -> Body:
-        """Q is there; in registers, if that is where the products take it from, and its slot may have the next one."""
+        """Q is there; in registers, if that is where the products take it from."""
         wait = Wait(bar="q_full", cursor="q")
-        if not self._q_in_registers:
-            return (wait,)
-        free = Arrive(bar="q_empty", cursor="q", why="Q is in registers")
-        return wait, LoadFrag(dst="Q_frag", src=self._q()), free, Advance(cursor="q")
+        return (wait, LoadFrag(dst="Q_frag", src=self._q())) if self._q_in_registers else (wait,)
 
     @property
     def _scored(self) -> tuple[str, ...]:
@@ -288,8 +283,7 @@ class Wgmma:
         a, s = self.tiles.attention, self.tiles.schedule
         if s.reference != "stale":
             return ()
-        rows = ("part", "down") if lifts(self.tiles) else ("part",)
-        return Frag("E", 64, s.tile_kv, a.value_dtype, self._p_layout()), *(Frag(name, 64, 1, "fp32", "row64") for name in rows)
+        return Frag("E", 64, s.tile_kv, a.value_dtype, self._p_layout()), Frag("part", 64, 1, "fp32", "row64")
 
     def _p_layout(self) -> str:
         return "a64_e4m3perm" if self.transposes else "a64_e4m3" if self.tiles.attention.value_dtype == "e4m3" else "a64"
@@ -322,6 +316,7 @@ class Wgmma:
         """From what the product left to exponentials. `first`: nothing comes before this block, whose scales have names with this prefix."""
         convert = (IntToFloat(dst="S", src=self._raw_s),) if self._raw_s != "S" else ()
         mask = (Mask(s="S", limits="last_key", first_key=j * self.tiles.schedule.tile_kv),) if masked else ()
+        of_block = scales.of_softmax(self.tiles, first)
         soft = OnlineSoftmax(
             s="S",
             m="m_ref",
@@ -330,17 +325,11 @@ class Wgmma:
             scale_log2=self.tiles.attention.scale_log2,
             first=bool(first),
             offset=p_offset(self.tiles),
-            **scales.of_softmax(self.tiles, first),
+            # Row sums do not have a V block's share of P, which references have.
+            lift=lift(self.tiles) if first or "shift" not in of_block else 0,
+            **of_block,
         )
-        lift = (
-            (*self._lift("l_sum" if soft.shift is None else "S"), Rescale(o="S", alpha="down"))
-            if first and lifts(self.tiles)
-            else ()
-        )
-        return (*convert, *mask, soft, *lift)
-
-    def _lift(self, of: str) -> Body:
-        return (Lift(of=of, m="m_ref", l="l_sum", down="down", offset=p_offset(self.tiles)),)
+        return (*convert, *mask, soft)
 
     def _in_turn(self, *products: Mma | Wait) -> Body:
         """Ping-pong: the products of a warpgroup are issued in its turn, then the turn goes to the next one."""
@@ -458,9 +447,13 @@ class Wgmma:
         )
 
     def _release_q(self, j: Expr) -> Body:
-        """Behind the scores of block j: those of block 0 were the last product to read Q, whose successor may come."""
+        """Behind the scores of block j: those of block 0 were the last product to read Q, whose successor may come. From registers, those
+        of the tile's last block were the first, without which ldmatrix might not have read Q: nothing else waits for what it loads."""
         if self._q_in_registers:
-            return ()
+            free: Body = (Arrive(bar="q_empty", cursor="q", why="Q is in registers, and has come there"), Advance(cursor="q"))
+            if self.tiles.schedule.overlap == "none":
+                return (If(name="first", cond=eq(j, N - 1), then=free),)
+            return free if j == N - 1 else ()
         return (
             If(
                 name="last",
@@ -551,7 +544,7 @@ class Wgmma:
 
     def _calm(self, *, declare: bool = False) -> Calm:
         """At a tile's start. Rows that see little of their first block are lifted little, and what they see next is likely to be more."""
-        if not lifts(self.tiles):
+        if not lift(self.tiles):
             return Calm(var="calm", declare=declare)
         first_key = (N - 1) * self.tiles.schedule.tile_kv
         return Calm(var="calm", declare=declare, limits="last_key", first_key=first_key, seen=ENOUGH)
@@ -563,10 +556,6 @@ class Wgmma:
         """
         *before, exact = self._softmax(J, masked)
         assert isinstance(exact, OnlineSoftmax)
-        # Row sums do not have a V block's share of P, which references have.
-        lift = self._lift("l_sum") if lifts(self.tiles) and exact.shift is None else ()
-        lifted = (MulRow(dst="alpha", src="down"),) if lift else ()
-        calm = (Calm(var="calm", alpha="alpha", least=CALM[self.tiles.attention.value_dtype]),)
         done = MmaWait(pending=0, ready=("O", "P"))
         stale = StaleSoftmax(
             calm="calm",
@@ -583,14 +572,11 @@ class Wgmma:
             name="exact",
             unless="fits",
             then=(
-                *lift,
                 exact,
-                *(calm if lift else ()),  # of the block's growth, before the lift joins it
                 Pack(p="E", s="S"),
                 done,
-                *lifted,
                 *self._rescale(unpromoted=True),
-                *(() if lift else calm),
+                Calm(var="calm", alpha="alpha", least=CALM[self.tiles.attention.value_dtype]),
             ),
             orelse=(AddSums(l="l_sum", part="part"), done),
         )
