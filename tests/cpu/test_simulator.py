@@ -86,8 +86,8 @@ LOAD = (st.Wait(bar="empty", cursor="w"), tma(tile("Q", "w"), "full", seq=J * RO
 USE = (
     st.Wait(bar="full", cursor="r"),
     st.LoadFrag(dst="F", src=tile("Q", "r")),
-    st.Arrive(bar="empty", cursor="r"),
     st.StoreOut(src="F", first_row=J * ROWS, **OUT),
+    st.Arrive(bar="empty", cursor="r"),
     st.Advance(cursor="r"),
 )
 F = st.Frag("F", ROWS, COLS, "bf16", "a16")
@@ -115,8 +115,13 @@ def test_ring_copies(seed):
 
 @pytest.mark.parametrize(
     "broken",
-    [ring(use=without(USE, st.Wait)), ring(load=without(LOAD, st.Wait)), ring(use=(USE[0], USE[2], USE[1], *USE[3:]))],
-    ids=["no wait for full", "no wait for empty", "released before it is read"],
+    [
+        ring(use=without(USE, st.Wait)),
+        ring(load=without(LOAD, st.Wait)),
+        ring(use=(USE[0], USE[3], USE[1], USE[2], USE[4])),
+        ring(use=(USE[0], USE[1], USE[3], USE[2], USE[4])),
+    ],
+    ids=["no wait for full", "no wait for empty", "released before it is read", "released before what is read has arrived"],
 )
 def test_ring_without_a_wait_shows(broken):
     """Wrong numbers, or a barrier at its wits' end; on some seed, since it is a race."""

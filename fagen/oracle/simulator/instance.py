@@ -89,7 +89,6 @@ class Instance:
         self.done = False
         self._single_thread = role.elect
         self._open: deque[Product] = deque()
-        self._loading: dict[str, SharedOperand] = {}  # fragments on their way
         self._copies: list[_Copy] = []
         self._groups: deque[list[_Copy]] = deque()
         self._generator = self._run(role.body)
@@ -257,10 +256,8 @@ class Instance:
         return scale, self.scalars[step.shift], self.scalars[step.weight]
 
     def load_frag(self, step: st.LoadFrag) -> None:
-        """Reads as late as the machine may: when a product takes it."""
         dst = self.registers[step.dst]
-        dst.write(dst.nan())
-        self._loading[step.dst] = self._operand(step.src, dst.shape[0])
+        dst.load(self._operand(step.src, dst.shape[0]))
 
     def store_out(self, step: st.StoreOut) -> None:
         self._store(step, self.registers[step.src].value)
@@ -353,8 +350,6 @@ class Instance:
 
     def mma(self, step: st.Mma) -> None:
         d = self.registers[step.d]
-        if isinstance(step.a, str) and step.a in self._loading:
-            self.registers[step.a].write(self._loading.pop(step.a).now().copy())
         a = self.registers[step.a] if isinstance(step.a, str) else self._operand(step.a, d.shape[0])
         depth = a.shape[1] if isinstance(a, Register) else a.now().shape[1]
         n = d.shape[1]

@@ -22,10 +22,28 @@ class Register:
         self.name = frag.name
         self.dtype = frag.dtype
         self.shape = (frag.rows, frag.cols)
-        self.value: Array = self.nan()
-        self._kept: Array | Product = self.value
+        self._value: Array = self.nan()
+        self._source: SharedOperand | None = None
+        self._kept: Array | Product = self._value
         self._users: list[Product] = []
         self._spoiled = False
+
+    @property
+    def value(self) -> Array:
+        """What it holds. A load on its way arrives: of what the slot had when it was asked and has now, what is the same."""
+        if self._source is not None:
+            now, self._source = self._source.now(), None
+            self._value = np.where(now == self._value, self._value, np.float32(np.nan))
+        return self._value
+
+    @value.setter
+    def value(self, value: Array) -> None:
+        self._value, self._source = value, None
+
+    def load(self, source: SharedOperand) -> None:
+        """A load from shared memory, which may read at any time until its value is used."""
+        self.write(source.now().copy())
+        self._source = source
 
     def nan(self) -> Array:
         return np.full(self.shape, np.nan, np.float32)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .. import steps as S
-from .registers import REGISTER_STEPS, Group
+from .registers import REGISTER_STEPS, Group, frag_uses
 from .state import Fill, Line, Read, SlotKey, name
 from .sync import arrive
 
@@ -103,8 +103,8 @@ def _cp_wait(run: Run, line: Line, step: S.CpWait) -> None:
 
 
 def _load_frag(run: Run, line: Line, step: S.LoadFrag) -> None:
-    """ldmatrix has read when a product that takes the fragment is issued: the machine waits for it there, and an arrival before that, which
-    waits for nothing, may overtake it."""
+    """ldmatrix has read when the fragment is used: the machine waits for it there, and an arrival before that, which waits for nothing, may
+    overtake it."""
     alone(run, line, step, False)
     start = run.event(line, step)
     line.loading[step.dst] = run.order.add(line.label(step, "arrives"), run.order.masks[start])
@@ -189,9 +189,6 @@ def _mma(run: Run, line: Line, step: S.Mma) -> None:
     alone(run, line, step, False)
     touch(run, line, step)
     asynchronous = step.unit == "wgmma"
-    loaded = line.loading.pop(step.a, None) if isinstance(step.a, str) else None
-    if loaded is not None:
-        line.known |= run.order.masks[loaded]
     start = end = run.event(line, step)
     if asynchronous:
         end = run.order.add(line.label(step, "completes"), run.order.masks[start])
@@ -211,6 +208,9 @@ def _mma_wait(run: Run, line: Line, step: S.MmaWait) -> None:
 
 
 def touch(run: Run, line: Line, step: S.Step) -> None:
+    for frag in frag_uses(step)[0]:
+        if frag in line.loading:
+            line.known |= run.order.masks[line.loading.pop(frag)]
     wrong = line.registers.touch(step)
     if wrong:
         run.refuse("registers", line, step, wrong)
