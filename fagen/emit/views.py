@@ -283,7 +283,10 @@ def _wait(s: st.Wait, x: Scope) -> tuple[str, View]:
 
 
 def _arrive(s: st.Arrive, x: Scope) -> tuple[str, View]:
-    return ("arrive" if s.who == "warp" else "arrive_thread"), {"bar": x.bar_address(s.bar, s.cursor)}
+    if s.behind is not None and s.who != "warp":
+        raise InternalError("an arrival of one thread behind a load has no template")
+    behind = None if s.behind is None else x.c(sym(s.behind))
+    return ("arrive" if s.who == "warp" else "arrive_thread"), {"bar": x.bar_address(s.bar, s.cursor), "behind": behind}
 
 
 def _named(template: str) -> Callable[[Any, Scope], tuple[str, View]]:

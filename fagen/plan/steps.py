@@ -535,11 +535,13 @@ class Wait(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class Arrive(Step):
-    """One arrival at `bar`[cursor.slot] by each warp of the instance (`who` "warp": its lane 0) or by the one running thread."""
+    """One arrival at `bar`[cursor.slot] by each warp of the instance (`who` "warp": its lane 0) or by the one running thread. The machine
+    lets it overtake loads whose values nothing has used yet; `behind`: not the load of this variable, a number from 0 on."""
 
     bar: str
     cursor: str
     who: Literal["warp", "thread"] = "warp"
+    behind: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

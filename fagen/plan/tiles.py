@@ -249,7 +249,7 @@ class Tiles:
         return (
             Wait(bar="tile_full", cursor="get_t"),
             GetTile(var=var, src=Slot("tile_id", "get_t")),
-            Arrive(bar="tile_empty", cursor="get_t"),
+            Arrive(bar="tile_empty", cursor="get_t", behind=var),
             Advance(cursor="get_t"),
         )
 

@@ -12,6 +12,7 @@ import pytest
 
 import fagen
 from fagen import Attention, Schedule
+from fagen.emit import emit
 from fagen.plan import steps as S
 from fagen.plan.build import assemble
 from fagen.plan.expr import as_expr, eq, sym
@@ -63,6 +64,25 @@ def test_q_is_not_released_before_a_product_has_waited_for_it(changes: dict[str,
 
     result = prove(with_steps(kernel, early), attention, schedule)
     assert not result.ok and result.failures[0].kind == "race", result
+
+
+@pytest.mark.parametrize("fuse_tiles", [False, True])
+def test_a_tile_number_is_not_released_before_it_is_there(fuse_tiles: bool) -> None:
+    """The same of the ring of tile numbers: its load stands behind the last tile's stores in the same pipe."""
+    attention = FA3[0].replace(head_dim=64)
+    schedule = FA3[1].replace(
+        tile_kv=64, overlap="within", parallelism="persistent_dynamic", reference="stale", fuse_tiles=fuse_tiles
+    )
+    (kernel,) = assemble(attention, schedule).kernels
+    assert prove(kernel, attention, schedule).ok
+
+    def early(step: S.Step) -> S.Body:
+        return (replace(step, behind=None),) if isinstance(step, S.Arrive) else (step,)
+
+    result = prove(with_steps(kernel, early), attention, schedule)
+    assert not result.ok and result.failures[0].kind == "race", result
+    takes = sum(isinstance(s, S.GetTile) for r in kernel.roles for s in S.walk(r.body))
+    assert emit(assemble(attention, schedule), "x").text.count(" >= 0) mbarrier_arrive(tile_empty") == takes > 0
 
 
 # plans ------------------------------------------------------------------------------------------------------------------

@@ -173,8 +173,9 @@ def _put_tile(run: Run, line: Line, step: S.PutTile) -> None:
 
 
 def _get_tile(run: Run, line: Line, step: S.GetTile) -> None:
-    e = run.event(line, step)
-    line.env[step.var] = read(run, line, step, step.src, e, e, asynchronous=False).seq
+    start = run.event(line, step)
+    line.loading[step.var] = run.order.add(line.label(step, "arrives"), run.order.masks[start])
+    line.env[step.var] = read(run, line, step, step.src, start, line.loading[step.var], asynchronous=False).seq
 
 
 def _reset_counter(run: Run, line: Line, step: S.ResetCounter) -> None:

@@ -84,7 +84,7 @@ class Line:
     fences: list[int] = field(default_factory=list)
     parts: dict[SlotKey, int] = field(default_factory=dict)
     loading: dict[str, int] = field(default_factory=dict)
-    """Fragments on their way from shared memory, and the event of their arrival."""
+    """Fragments and tile numbers on their way from shared memory, and the event of their arrival."""
     at: Step | None = None
     """The step it waits in."""
 

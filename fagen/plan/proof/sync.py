@@ -49,6 +49,8 @@ def _arrive_step(run: Run, line: Line, step: S.Arrive) -> None:
         count = 1
     elif step.who == "thread":
         run.refuse("who", line, step, "is for one thread but all threads would run it")
+    if step.behind is not None and step.behind in line.loading:
+        line.known |= run.order.masks[line.loading.pop(step.behind)]
     known = line.known
     line.known |= line.first  # the first warp arrives by its lane 0, which is thread 0
     e = run.event(line, step)
