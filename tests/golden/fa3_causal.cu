@@ -573,7 +573,7 @@ attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ Tenso
     while (true) {  // [consumer.tiles]
       mbarrier_wait(tile_full + 8 * get_t.slot, get_t.phase);
       const int tile = __shfl_sync(~0u, ld_shared(smem_tile_id + get_t.slot * 4), 0);  // the shuffle tells the compiler that it is uniform
-      if (lane == 0) mbarrier_arrive(tile_empty + 8 * get_t.slot);
+      if (lane == 0 && tile >= 0) mbarrier_arrive(tile_empty + 8 * get_t.slot);  // not before the number is here: an arrival waits for no load
       get_t.advance();
       if (tile >= p.total) break;
       const int section = quotient(tile, p.by_section_tiles);  // heads whose K and V share the L2 cache
