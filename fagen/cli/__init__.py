@@ -6,8 +6,10 @@ fagen's own; 130 interrupted; 141 the reader of the output went away. Results go
 
 from __future__ import annotations
 
+import _thread
 import os
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -90,6 +92,7 @@ def cli(ctx: click.Context) -> None:
 
 def main() -> None:
     """The console script: runs a command and ends the process with its exit code."""
+    sys.unraisablehook = _unraisable
     sys.exit(run(sys.argv[1:]))
 
 
@@ -120,10 +123,30 @@ def run(arguments: Sequence[str]) -> int:
     except FagenError as e:
         _say(str(e))
         return e.exit_code
-    except Exception:
+    except Exception as e:
+        if _interrupted(e):
+            _say("interrupted")
+            return INTERRUPTED
         traceback.print_exc()
         _say("this is a fault of fagen, not yours; please report it with the lines above")
         return INTERNAL
+
+
+def _unraisable(lost: sys.UnraisableHookArgs) -> None:
+    """An interrupt that came where Python cannot raise, as while it drops a generator, comes again."""
+    if issubclass(lost.exc_type, KeyboardInterrupt):
+        threading.Timer(0.01, _thread.interrupt_main).start()  # not at once: it would be lost in here
+    else:
+        sys.__unraisablehook__(lost)
+
+
+def _interrupted(error: BaseException | None) -> bool:
+    """Whether an interrupt is what an error came of: it may stop a library in the middle of its start, whose end then fails."""
+    while error is not None:
+        if isinstance(error, KeyboardInterrupt):
+            return True
+        error = error.__context__
+    return False
 
 
 def _say(text: str) -> None:

@@ -212,6 +212,42 @@ def test_an_interrupt_is_exit_130() -> None:
     assert p.returncode == 130 and "Traceback" not in err and err.rstrip().endswith("fagen: interrupted")
 
 
+def test_an_interrupt_in_a_place_that_cannot_raise_is_not_lost() -> None:
+    """While a generator is dropped, and while a library starts."""
+    program = """
+import sys, time
+from fagen import cli
+
+def at_its_end():
+    try:
+        yield
+    finally:
+        raise KeyboardInterrupt
+
+def lost(*_, **__):
+    g = at_its_end()
+    next(g)
+    del g
+    time.sleep(5)
+    return 0
+
+def half_started(*_, **__):
+    try:
+        raise KeyboardInterrupt
+    finally:
+        raise RuntimeError("not started")
+
+for which in (lost, half_started):
+    cli.cli.main = which
+    try:
+        cli.main()
+    except SystemExit as e:
+        print(e.code)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout.split(), done.stderr.split("\n")) == (["130", "130"], ["fagen: interrupted", "fagen: interrupted", ""])
+
+
 # settings and names -------------------------------------------------------------------------------------------------------
 
 
