@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -203,7 +204,8 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
 
 
 def test_an_interrupt_is_exit_130() -> None:
-    with process("check", "fa2", "fa3", "--device", "cpu", "--variants") as p:
+    listen = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # what runs in a shell's background is born deaf to it
+    with process("check", "fa2", "fa3", "--device", "cpu", "--variants", preexec_fn=listen) as p:
         assert p.stderr is not None
         assert "simulating" in p.stderr.readline()
         time.sleep(0.5)
@@ -215,8 +217,9 @@ def test_an_interrupt_is_exit_130() -> None:
 def test_an_interrupt_in_a_place_that_cannot_raise_is_not_lost() -> None:
     """While a generator is dropped, and while a library starts."""
     program = """
-import sys, time
+import signal, sys, time
 from fagen import cli
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def at_its_end():
     try:
