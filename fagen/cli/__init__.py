@@ -6,10 +6,8 @@ fagen's own; 130 interrupted; 141 the reader of the output went away. Results go
 
 from __future__ import annotations
 
-import _thread
 import os
 import sys
-import threading
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -92,7 +90,6 @@ def cli(ctx: click.Context) -> None:
 
 def main() -> None:
     """The console script: runs a command and ends the process with its exit code."""
-    sys.unraisablehook = _unraisable
     sys.exit(run(sys.argv[1:]))
 
 
@@ -130,14 +127,6 @@ def run(arguments: Sequence[str]) -> int:
         traceback.print_exc()
         _say("this is a fault of fagen, not yours; please report it with the lines above")
         return INTERNAL
-
-
-def _unraisable(lost: sys.UnraisableHookArgs) -> None:
-    """An interrupt that came where Python cannot raise, as while it drops a generator, comes again."""
-    if issubclass(lost.exc_type, KeyboardInterrupt):
-        threading.Timer(0.01, _thread.interrupt_main).start()  # not at once: it would be lost in here
-    else:
-        sys.__unraisablehook__(lost)
 
 
 def _interrupted(error: BaseException | None) -> bool:

@@ -434,7 +434,8 @@ def _mask(s: st.Mask, x: Scope) -> tuple[str, View]:
 
 
 def _online_softmax(s: st.OnlineSoftmax, x: Scope) -> tuple[str, View]:
-    values = _softmax_scales(s) | {"lift": s.lift, "one": 127 + s.offset}
+    one = 127 + s.offset  # the exponent, as float32 has it, of a sum of one largest value
+    values = _softmax_scales(s) | {"lift": s.lift, "one": one, "most": one + s.lift, "mirror": one + 127}
     if s.lift:
         x.helpers.need("steps/sum_row")
     if s.first:

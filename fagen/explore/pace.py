@@ -119,12 +119,10 @@ def _rows(frag: Frag) -> int:
 def _online(kernel: KernelPlan, role: Role, step: Any) -> Pace:
     s = _frag(role, step.s)
     n, rows = each(s, role), _rows(s)
-    alu = n * (SLOW + 2 * FMA) + rows * 2 * SHUFFLE
-    lift = Pace()
-    if step.lift:
-        lift = Pace(rows * (2 * SHUFFLE + 8 * FMA) + (n * FMA if step.first else 0), latency=4 * SMALL)
-    mufu = n * EX2 + (0 if step.first else rows * EX2)
-    return Pace(alu + lift.alu, mufu, latency=ROW_MAX_LATENCY + SOFTMAX_LATENCY + SLOW * n + lift.latency)
+    alu, latency = n * (SLOW + 2 * FMA) + rows * 2 * SHUFFLE, ROW_MAX_LATENCY + SOFTMAX_LATENCY + SLOW * n
+    if step.lift:  # the whole row sum, its exponent, and what that changes
+        alu, latency = alu + rows * (2 * SHUFFLE + 8 * FMA) + (n * FMA if step.first else 0), latency + 4 * SMALL
+    return Pace(alu, n * EX2 + (0 if step.first else rows * EX2), latency=latency)
 
 
 def _stale(kernel: KernelPlan, role: Role, step: Any) -> Pace:

@@ -167,6 +167,8 @@ def _variants(kernel: KernelPlan, role: S.Role, step: S.Step) -> Iterator[tuple[
             yield Change(f"pending{by:+}", (step,)), f"{step.id} with pending = {pending}", replace(step, pending=pending)
     if isinstance(step, S.MmaWait):
         yield Change("ready", (step,)), f"{step.id} that names nothing ready", replace(step, ready=())
+    if isinstance(step, S.Arrive) and step.behind is not None:
+        yield Change("behind", (step,)), f"{step.id} that waits for no load", replace(step, behind=None)
     if isinstance(step, S.Wait):
         length = kernel.mbar_of(step.bar).stages  # a ring of another length would be no more than a typing mistake
         for bar in kernel.mbars:

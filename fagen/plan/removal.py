@@ -191,21 +191,11 @@ def _has(kernel: KernelPlan, kind: type[st.Step]) -> bool:
 
 def _rewritten(kernel: KernelPlan, rule: Rule) -> KernelPlan:
     """All roles under a rule, with the registers that are still used and barrier counts as the steps that are left make them."""
-    roles = tuple(replace(r, body=_body(r.body, rule)) for r in kernel.roles)
+    roles = tuple(replace(r, body=st.rewritten(r.body, rule)) for r in kernel.roles)
     if roles == kernel.roles:
         return kernel
     roles = tuple(replace(r, frags=tuple(f for f in r.frags if f.name in _frags(r))) for r in roles)
     return replace(kernel, roles=roles, mbars=barriers.derive(kernel.mbars, roles, kernel.smem))
-
-
-def _body(body: st.Body, rule: Rule) -> st.Body:
-    out: list[st.Step] = []
-    for step in body:
-        inner = {field: _body(b, rule) for field, b in st.bodies(step)}
-        if inner and not any(inner.values()):
-            continue  # nothing is left in it
-        out += rule(replace(step, **inner) if inner else step)  # type: ignore[arg-type]
-    return tuple(out)
 
 
 def _frags(role: st.Role) -> set[str]:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Any, Literal
 
 from .expr import Expr, IntLike
 
@@ -901,6 +901,17 @@ def bodies(step: Step) -> tuple[tuple[str, Body], ...]:
     if isinstance(step, (If, Vote)):
         return (("then", step.then), ("orelse", step.orelse))
     return ()
+
+
+def rewritten(body: Body, rule: Callable[[Step], Body]) -> Body:
+    """Each step replaced by what the rule makes of it, the innermost first; containers of which nothing is left are left out."""
+    out: list[Step] = []
+    for step in body:
+        inner: dict[str, Any] = {field: rewritten(b, rule) for field, b in bodies(step)}
+        if inner and not any(inner.values()):
+            continue
+        out += rule(replace(step, **inner))
+    return tuple(out)
 
 
 def walk(body: Body) -> Iterator[Step]:

@@ -14,6 +14,7 @@ from fake_cuda import Device, Exporter, FakeCuda, Tensor, attention_kernel, expo
 import fagen
 from fagen import Attention, InputError, InternalError, driver
 from fagen.arguments import BoundCall
+from fagen.compile import build
 from fagen.descales import STANDS_FOR_ZERO
 from fagen.emit import emit
 from fagen.launch import Kernel
@@ -137,6 +138,13 @@ def test_the_transposed_v_has_its_keys_in_the_order_of_p(head_dim: int, tile_kv:
             assert stored[swizzle(column, at, head_dim)] == (at // 16 * 16 + KEY_ORDER[at % 16], column)
     assert len(stored) == head_dim * tile_kv, "and nothing else is written"
     assert all(sorted(g) == list(range(8)) for g in groups)
+
+
+@pytest.mark.parametrize("stages", [(3, 2), (2, 3)], ids=str)
+def test_warps_that_transpose_do_not_spill_beside_two_rings(stages: tuple[int, int]) -> None:
+    """With a ring of tile numbers as well, three of these six units at once were too many."""
+    p = fagen.plan(*load("fa3_fp8", head_dim=64, tile_q=128, consumers=2, tile_kv=192, overlap="within", stages=stages))
+    assert build(p, emit(p)).report.broken() == ()
 
 
 def test_a_wrong_byte_permutation_would_be_seen(monkeypatch: pytest.MonkeyPatch) -> None:

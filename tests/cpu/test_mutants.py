@@ -110,6 +110,7 @@ def test_mutants_differ_from_the_original_and_cover_every_rule() -> None:
         "pending+1",
         "pending-1",
         "ready",
+        "behind",
         "bar",
         "slot",
         "start_phase",

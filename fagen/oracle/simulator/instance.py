@@ -412,14 +412,12 @@ class Instance:
         total = p.sum(axis=1, keepdims=True)
         if step.first:
             up = np.minimum(self._lift(step, total), np.float32(step.lift))
-            new, p, total = new + up, p * np.exp2(-up), total * np.exp2(-up)
-        total = total * weight
-        if step.first:
-            self._put(l, total)
+            new, p = new + up, p * np.exp2(-up)
+            self._put(l, total * np.exp2(-up) * weight)
             self._put(alpha, alpha.nan())  # not computed
         else:
             factor = np.exp2(m.value - reference)
-            self._put(l, l.value * factor + total)
+            self._put(l, l.value * factor + total * weight)
             self._put(alpha, factor)
         self._put(s, p)
         self._put(m, new)

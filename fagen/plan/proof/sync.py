@@ -49,7 +49,9 @@ def _arrive_step(run: Run, line: Line, step: S.Arrive) -> None:
         count = 1
     elif step.who == "thread":
         run.refuse("who", line, step, "is for one thread but all threads would run it")
-    if step.behind is not None and step.behind in line.loading:
+    if step.behind is not None:
+        if step.behind not in line.loading:
+            run.refuse("behind", line, step, f"waits for {step.behind}, which no load is to bring")
         line.known |= run.order.masks[line.loading.pop(step.behind)]
     known = line.known
     line.known |= line.first  # the first warp arrives by its lane 0, which is thread 0
