@@ -5,4 +5,7 @@ from fagen import Attention, load
 base = load("fa3_fp8")
 attention = Attention(head_dim=128)
 schedule = base.schedule.replace(precision="e4m3", hadamard=True)
-tiles = {64: {"tile_q": 192, "tile_kv": 160, "consumers": 3}, 256: {"tile_q": 128, "tile_kv": 96, "consumers": 2}}
+tiles = {
+    64: {"tile_q": 256, "tile_kv": 64, "consumers": 4, "stages": 4},
+    256: {"tile_kv": 96, "stages": 2, "stages_q": None, "fuse_tiles": True},
+}

@@ -6,6 +6,7 @@ import contextlib
 import difflib
 import io
 import os
+import re
 import types
 from functools import lru_cache
 from pathlib import Path
@@ -51,8 +52,8 @@ def chain(first: str, last: str) -> tuple[str, ...]:
     InputError: no chain leads from `first` to `last`."""
     steps = tuple(n for n in chain_names() if n.startswith(f"chain/{first}_to_{last}_"))
     if not steps:
-        ends = (n.removeprefix("chain/").split("_to_") for n in chain_names())
-        known = sorted({f"{a} → {b.split('_')[0]}" for a, b in ends})
+        ends = (re.fullmatch(r"chain/(.+)_to_(.+)_\d+_.+", n) for n in chain_names())
+        known = sorted({f"{m[1]} → {m[2]}" for m in ends if m})
         raise InputError(f"{first} → {last}", f"no chain of schedules leads there; known: {', '.join(known)}")
     return (first, *steps, last)
 

@@ -107,9 +107,14 @@ def _eight_bit(attention: Attention, schedule: Schedule, way: Way, label: str, p
 
 
 def _with_room(attention: Attention, schedule: Schedule) -> Schedule:
-    """The schedule with blocks small enough for every way of promotion."""
-    ways = (schedule.replace(scale_granularity="block", promote_every=every) for every in PROMOTIONS)
-    return schedule.replace(tile_kv=min(_fitting(attention, way).tile_kv for way in ways))
+    """The schedule with tiles small enough for every way of promotion: smaller blocks or, if none will do, fewer warpgroups too, which
+    leaves each of their threads more registers."""
+    fewer = (schedule.replace(consumers=n, tile_q=64 * n) for n in range((schedule.consumers or 1) - 1, 0, -1))
+    for tiles in (schedule, *fewer):
+        ways = [_fitting(attention, tiles.replace(scale_granularity="block", promote_every=every)) for every in PROMOTIONS]
+        if not any(_refused(attention, way) for way in ways):
+            return tiles.replace(tile_kv=min(way.tile_kv for way in ways))
+    return schedule
 
 
 def _fitting(attention: Attention, schedule: Schedule) -> Schedule:

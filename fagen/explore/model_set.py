@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..attention import Attention
-from ..library import load, resource_dir
+from ..library import chain, load
 from ..plan.kernel import Problem
 from ..schedule import Schedule
 
@@ -20,17 +20,7 @@ NARROW: Changes = {"tile_q": 64, "consumers": 1, "overlap": "none"}
 SMALL_CTA: Changes = {"tile_q": 64, "warps": 4}
 
 LADDER = ("standard", "fa1", "fa2", "fa3")
-CHAIN = (
-    "fa1_to_fa2_1_normalise_once",
-    "fa1_to_fa2_2_q_outer",
-    "fa1_to_fa2_3_query_tiles",
-    "fa1_to_fa2_4_split_q",
-    "fa2_to_fa3_1_wgmma",
-    "fa2_to_fa3_2_producer",
-    "fa2_to_fa3_3_pingpong",
-    "fa2_to_fa3_4_within",
-    "fa2_to_fa3_5_persistent",
-)
+CHAIN = (*chain("fa1", "fa2")[1:-1], *chain("fa2", "fa3")[1:-1])
 
 SETS: tuple[tuple[Changes, Problem, tuple[tuple[str, Changes], ...]], ...] = (
     (
@@ -122,7 +112,8 @@ SETS: tuple[tuple[Changes, Problem, tuple[tuple[str, Changes], ...]], ...] = (
         Problem(4, 4096, 4096, 16, 16),
         (
             ("fa3_fp8", {}),
-            ("fa3_fp8", {"tile_kv": 128}),
+            ("chain/fa3_to_fa3_fp8_1_e4m3", {}),
+            ("chain/fa3_to_fa3_fp8_1_e4m3", {"tile_kv": 128}),
             ("fa3_fp8", {"tile_q": 192, "consumers": 3, "tile_kv": 96, "stages": 3, **WITHIN, **STALE}),
         ),
     ),
@@ -140,12 +131,11 @@ class Entry:
 
 
 def entries() -> tuple[Entry, ...]:
-    """The whole set. Names of `CHAIN` are files of schedules/chain."""
+    """The whole set."""
     found = []
     for attention, problem, schedules in SETS:
         for name, changes in schedules:
-            source = str(resource_dir("schedules") / "chain" / f"{name}.py") if name in CHAIN else name
-            a, s = load(source, **attention, **changes)
+            a, s = load(name, **attention, **changes)
             about = ", ".join(f"{k}={v}" for k, v in changes.items())
-            found.append(Entry(f"{name} {about}".strip(), a, s, problem))
+            found.append(Entry(f"{name.removeprefix('chain/')} {about}".strip(), a, s, problem))
     return tuple(found)

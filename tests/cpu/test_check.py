@@ -175,7 +175,11 @@ def test_a_right_kernel_passes_in_every_layout(name: str, fake: FakeCuda, tmp_pa
 DESCALED = tuple(CheckProblem(2, 9, 9, 4, 2, "descaled", layout) for layout in ("contiguous", "fused", "transposed", "strided_k"))
 
 
-@pytest.mark.parametrize("changes", [{}, {"v_transposed": True}, {"dtype": "int8"}], ids=["e4m3", "V transposed", "int8"])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"v_transposed": True, "reference": "running", "stages": 2}, {"dtype": "int8"}],
+    ids=["e4m3", "V transposed", "int8"],
+)
 def test_8_bits_with_descales_in_every_layout(changes: dict[str, Any], fake: FakeCuda, tmp_path: Path) -> None:
     _, _, b = make("fa3_fp8", **changes)
     problems = (*LAYOUTS, *DESCALED, CheckProblem(2, 5, 0, 4, 2, "descaled"))

@@ -19,6 +19,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from fp8_steps import PAPER_FP8
 
 from fagen import Attention, InputError, Schedule, evidence, npz, tuned
 from fagen.check import reason_no_gpu
@@ -478,12 +479,12 @@ def test_run_in_the_simulator_round_trips(fagen: Any, here: Path) -> None:
 
 @pytest.mark.parametrize("v_transposed", [False, True])
 def test_run_takes_e4m3_and_descales(v_transposed: bool, fagen: Any, here: Path) -> None:
-    attention = load("fa3_fp8", head_dim=64, v_transposed=v_transposed).attention
+    attention = load(PAPER_FP8, head_dim=64, v_transposed=v_transposed).attention
     q, k, v = make_inputs(attention, CheckProblem(2, 9, 20, 4, 2))
     scales = {"q_descale": np.array([[0.5, 3], [1, 2]], np.float32), "v_descale": np.array(0.25, np.float32)}
     npz.write("qkv.npz", {"q": q, "k": k, "v": transpose_v(v) if v_transposed else v, **scales})
     knobs = ("--set", "head_dim=64", "--set", f"v_transposed={str(v_transposed).lower()}")
-    arguments = ("run", "fa3_fp8", "--input", "qkv.npz", "--output", "out.npz", "--device", "cpu", *knobs)
+    arguments = ("run", PAPER_FP8, "--input", "qkv.npz", "--output", "out.npz", "--device", "cpu", *knobs)
     assert fagen(*arguments, "--json").json["out"] == [2, 9, 4, 64]
     got = npz.read("out.npz", ("out", "lse"))
     want, want_lse = reference(attention, q, k, v, **scales)
@@ -500,8 +501,8 @@ def test_run_takes_e4m3_and_descales(v_transposed: bool, fagen: Any, here: Path)
 
 def test_check_of_e4m3_in_the_simulator(fagen: Any, here: Path) -> None:
     shapes = ("--shape", "2,4,2,70,331", "--shape", "1,2,1,5,0")
-    for knob in ("v_transposed=false", "v_transposed=true", "out_dtype=fp16"):
-        answer = fagen("check", "fa3_fp8", "--device", "cpu", "--set", "head_dim=64", "--set", knob, *shapes, "--causal", "--json")
+    for name, knob in (("fa3_fp8", "v_transposed=false"), (PAPER_FP8, "v_transposed=true"), ("fa3_fp8", "out_dtype=fp16")):
+        answer = fagen("check", name, "--device", "cpu", "--set", "head_dim=64", "--set", knob, *shapes, "--causal", "--json")
         assert (answer.code, answer.json["passed"], answer.json["failed"]) == (0, 2, 0)
 
 

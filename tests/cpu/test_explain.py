@@ -111,7 +111,8 @@ def test_how_blocks_cover_the_problem() -> None:
 def test_how_warps_share_and_what_crosses() -> None:
     text = said("fa3_fp8", WARPS)
     assert "consumer: 2 × 4 warps; each owns 64 query rows" in text and "transposer: 3 warps; transposes V." in text
-    assert "producer → transposer, completed by TMA: raw_full." in text and "order: 2 named barriers" in text
+    assert "producer → transposer, completed by TMA: raw_full." in text and "named barriers" not in text
+    assert "order: 2 named barriers" in said("fa3", WARPS)
     text = said("fa2", WARPS)
     assert "warps: 8 warps; each owns 16 query rows" in text and "CTA barriers: 2 in each round" in text and "→" not in text
 

@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fake_cuda import Device, Exporter, FakeCuda, Tensor, attention_kernel, exporter_of, fake_torch, install, read_arguments
+from fp8_steps import PAPER_FP8
 
 import fagen
 from fagen import Attention, InputError, InternalError, driver
@@ -29,7 +30,7 @@ E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 
 
 def fp8(**changes: Any) -> Plan:
-    return assemble(*load("fa3_fp8", **changes))
+    return assemble(*load(PAPER_FP8, **changes))
 
 
 # The emitted helpers, run in Python: the few C expressions they consist of are taken from the text --------------------------------
@@ -143,7 +144,7 @@ def test_the_transposed_v_has_its_keys_in_the_order_of_p(head_dim: int, tile_kv:
 @pytest.mark.parametrize("stages", [(3, 2), (2, 3)], ids=str)
 def test_warps_that_transpose_do_not_spill_beside_two_rings(stages: tuple[int, int]) -> None:
     """With a ring of tile numbers as well, three of these six units at once were too many."""
-    p = fagen.plan(*load("fa3_fp8", head_dim=64, tile_q=128, consumers=2, tile_kv=192, overlap="within", stages=stages))
+    p = fagen.plan(*load(PAPER_FP8, head_dim=64, tile_q=128, consumers=2, tile_kv=192, overlap="within", stages=stages))
     assert build(p, emit(p)).report.broken() == ()
 
 
@@ -320,7 +321,7 @@ def test_what_the_kernel_receives(fake: FakeCuda, torch: Any) -> None:
     """Head 64 in e4m3: rows of 64 bytes, for which TMA has another swizzle than for V's keys; null pointers beside numbers."""
     seen: list[Any] = []
     for changes in ({}, {"v_transposed": True}, {"head_dim": 128}):
-        p = assemble(*load("fa3_fp8", **{"head_dim": 64, **changes}))
+        p = assemble(*load(PAPER_FP8, **{"head_dim": 64, **changes}))
         kernel = Kernel(p, "", b"", None)
         q, k, v = make_inputs(p.attention, PROBLEM)
         fake.kernel = lambda params, plan=p: seen.append(read_arguments(plan.kernels[0], params))
@@ -520,7 +521,7 @@ def test_a_bound_call_checks_the_addresses_of_descales(fake: FakeCuda) -> None:
 
 def test_the_layout_of_v_changes_the_same_numbers_only() -> None:
     """Given transposed or transposed in the kernel: the simulator does not know the order of keys inside a product."""
-    a, s = load("fa3_fp8", head_dim=64, mask="causal")
+    a, s = load(PAPER_FP8, head_dim=64, mask="causal")
     q, k, v = make_inputs(a, Problem(2, 200, 331, 4, 2))
     scales = make_descales(Problem(2, 200, 331, 4, 2))
     plain = fagen.simulate(a, s, q, k, v, **scales)
@@ -529,7 +530,7 @@ def test_the_layout_of_v_changes_the_same_numbers_only() -> None:
 
 
 def test_a_missing_descale_is_one_and_zero_is_zero() -> None:
-    a, s = load("fa3_fp8", head_dim=64)
+    a, s = load(PAPER_FP8, head_dim=64)
     q, k, v = make_inputs(a, Problem(2, 70, 203, 4, 2))
     plain = fagen.simulate(a, s, q, k, v)
     ones = fagen.simulate(a, s, q, k, v, q_descale=1, k_descale=np.ones((2, 2), np.float32), v_descale=1.0)
@@ -541,7 +542,7 @@ def test_a_missing_descale_is_one_and_zero_is_zero() -> None:
 
 
 def test_descales_of_the_oracle_are_checked() -> None:
-    a, s = load("fa3_fp8", head_dim=64)
+    a, s = load(PAPER_FP8, head_dim=64)
     q, k, v = make_inputs(a, PROBLEM)
     for call in (lambda **d: fagen.simulate(a, s, q, k, v, **d), lambda **d: fagen.reference(a, q, k, v, **d)):
         with pytest.raises(InputError, match=r"q_descale: has shape \(2, 3\); expected \(3, 2\)"):
@@ -569,7 +570,7 @@ MUTATED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", MUTATED)
 def test_every_mutant_is_flagged_or_explained(name: str) -> None:
-    attention, schedule = load("fa3_fp8", **MUTATED[name])
+    attention, schedule = load(PAPER_FP8, **MUTATED[name])
     (kernel,) = assemble(attention, schedule).kernels
     report = run_mutants(kernel, attention, schedule)
     assert not report.survivors, "\n".join(m.description for m in report.survivors)

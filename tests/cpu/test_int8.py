@@ -13,6 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from fp8_steps import PAPER_FP8
 from known_faults import unexpected_faults
 from random_schedules import legal_pair
 from simulated import simulated
@@ -38,11 +39,11 @@ UNIFORM = {"roles": "uniform", "stages": 1, "tile_kv": 64, "v_transposed": True}
 
 
 def int8(**changes: Any) -> Plan:
-    return assemble(*fagen.load("fa3_fp8", **{"dtype": "int8", **changes}))
+    return assemble(*fagen.load(PAPER_FP8, **{"dtype": "int8", **changes}))
 
 
 def quantising(**changes: Any) -> Any:
-    return fagen.load("fa3_fp8", **{"dtype": "bf16", "precision": "int8", "head_dim": 64, **changes})
+    return fagen.load(PAPER_FP8, **{"dtype": "bf16", "precision": "int8", "head_dim": 64, **changes})
 
 
 # what the program says -----------------------------------------------------------------------------------------------------
@@ -58,7 +59,7 @@ def test_q_and_k_are_integers_and_v_is_e4m3() -> None:
     assert (frags["S_int"].dtype, frags["S"].dtype, frags["P"].dtype) == ("i32", "fp32", "e4m3")
     assert frags["S_int"].registers == frags["S"].registers
     assert (plan.attention.output_dtype, plan.attention.value_dtype, plan.attention.has_descales) == ("bf16", "e4m3", True)
-    assert "S_int" not in {f.name for f in assemble(*fagen.load("fa3_fp8")).kernels[0].roles[-1].frags}
+    assert "S_int" not in {f.name for f in assemble(*fagen.load(PAPER_FP8)).kernels[0].roles[-1].frags}
 
 
 PROGRAMS: list[dict[str, Any]] = [
@@ -140,7 +141,7 @@ def test_scores_stay_where_float32_has_every_integer(monkeypatch: pytest.MonkeyP
     assert max(rules.HEAD_DIMS) <= rules.INT8_DEPTH and rules.INT8_DEPTH * 127**2 <= 1 << 24
     monkeypatch.setattr(rules, "INT8_DEPTH", 128)
     with pytest.raises(ScheduleError) as e:
-        rules.check(*fagen.load("fa3_fp8", dtype="int8", head_dim=256))
+        rules.check(*fagen.load(PAPER_FP8, dtype="int8", head_dim=256))
     (v,) = e.value.violations
     assert (v.code, v.field, v.nearest) == ("head-dim", "head_dim", (64, 128)) and "256" in v.message
 
@@ -150,11 +151,11 @@ def test_scores_stay_where_float32_has_every_integer(monkeypatch: pytest.MonkeyP
     [
         ("fa2", {"dtype": "int8"}, "dtype"),
         ("fa3", {"dtype": "int8", "tile_kv": 96}, "scale-granularity"),
-        ("fa3_fp8", {"dtype": "int8", "tile_kv": 80}, "tile-kv"),
-        ("fa3_fp8", {"dtype": "int8", "precision": "int8"}, "precision"),
-        ("fa3_fp8", {"dtype": "int8", "precision": "e4m3"}, "precision"),
-        ("fa3_fp8", {"dtype": "int8", "roles": "uniform", "overlap": "none", "stages": 1, "tile_kv": 64}, "v-transposed"),
-        ("fa3_fp8", {"dtype": "bf16", "precision": "int8", "v_transposed": True}, "v-transposed"),
+        (PAPER_FP8, {"dtype": "int8", "tile_kv": 80}, "tile-kv"),
+        (PAPER_FP8, {"dtype": "int8", "precision": "int8"}, "precision"),
+        (PAPER_FP8, {"dtype": "int8", "precision": "e4m3"}, "precision"),
+        (PAPER_FP8, {"dtype": "int8", "roles": "uniform", "overlap": "none", "stages": 1, "tile_kv": 64}, "v-transposed"),
+        (PAPER_FP8, {"dtype": "bf16", "precision": "int8", "v_transposed": True}, "v-transposed"),
         ("fa2", {"precision": "int8"}, "precision"),
     ],
     ids=str,
@@ -168,9 +169,9 @@ def test_what_is_illegal_in_e4m3_is_so_in_int8(base: str, changes: dict[str, Any
 def test_joined_causal_tiles_need_a_few_registers_more() -> None:
     """At head_dim 128, 192 keys and two consumers four bytes spilled, where those of e4m3 just fit."""
     changes = {"mask": "causal", "reference": "stale", "fuse_tiles": True, "parallelism": "persistent_dynamic", "stages": 1}
-    rules.check(*fagen.load("fa3_fp8", **changes, tile_kv=192))
+    rules.check(*fagen.load(PAPER_FP8, **changes, tile_kv=192))
     with pytest.raises(ScheduleError) as e:
-        rules.check(*fagen.load("fa3_fp8", dtype="int8", **changes, tile_kv=192))
+        rules.check(*fagen.load(PAPER_FP8, dtype="int8", **changes, tile_kv=192))
     assert e.value.codes == ("registers",) and "tile_kv=160" in str(e.value)
 
 
@@ -209,7 +210,7 @@ needs_nvdisasm = pytest.mark.skipif(sass.nvdisasm() is None, reason=f"no nvdisas
 @needs_nvdisasm
 @pytest.mark.parametrize(
     "pair",
-    [*(tuple(fagen.load("fa3_fp8", dtype="int8", **x)) for x in BUILT_IN), *TUNED],
+    [*(tuple(fagen.load(PAPER_FP8, dtype="int8", **x)) for x in BUILT_IN), *TUNED],
     ids=lambda p: f"{p[0].label}-{p[1].id}",
 )
 def test_the_machine_code_is_what_the_program_says(pair: Any) -> None:
@@ -251,7 +252,7 @@ def test_quantising_to_integers_takes_no_slow_conversion(way: dict[str, Any]) ->
 
 @pytest.mark.parametrize("changes", PROGRAMS, ids=str)
 def test_the_simulated_kernel_is_as_exact_as_its_baseline(changes: dict[str, Any]) -> None:
-    attention, schedule = fagen.load("fa3_fp8", dtype="int8", head_dim=64, **changes)
+    attention, schedule = fagen.load(PAPER_FP8, dtype="int8", head_dim=64, **changes)
     problems = [
         CheckProblem(1, 130, 203, 2, 1),
         CheckProblem(2, 65, 64, 4, 2, "descaled"),
@@ -284,7 +285,7 @@ def test_random_schedules_for_e4m3_compute_int8(chunk: int) -> None:
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_largest_integers_lose_nothing(head_dim: int) -> None:
     """All ±127: scores of head_dim · 127², told apart by single steps."""
-    attention, schedule = fagen.load("fa3_fp8", dtype="int8", head_dim=head_dim)
+    attention, schedule = fagen.load(PAPER_FP8, dtype="int8", head_dim=head_dim)
     q = np.full((1, 64, 1, head_dim), 127, np.int8)
     k = np.full((1, 64, 1, head_dim), 127, np.int8)
     k[0, np.arange(64), 0, 0] -= np.arange(64, dtype=np.int8)
@@ -462,7 +463,7 @@ def test_integers_are_more_exact_than_e4m3() -> None:
 
 
 def test_int8_tensors_are_told_from_others() -> None:
-    attention, schedule = fagen.load("fa3_fp8", dtype="int8", head_dim=64)
+    attention, schedule = fagen.load(PAPER_FP8, dtype="int8", head_dim=64)
     q, k, v = make_inputs(attention, RAGGED)
     for name, args in {
         "q": (q.view(np.uint8), k, v),
@@ -475,7 +476,7 @@ def test_int8_tensors_are_told_from_others() -> None:
 
 
 def test_files_hold_int8_as_such_and_never_convert_it(tmp_path: Path) -> None:
-    attention, schedule = fagen.load("fa3_fp8", dtype="int8", head_dim=64)
+    attention, schedule = fagen.load(PAPER_FP8, dtype="int8", head_dim=64)
     c = make_case(attention, schedule, CheckProblem(1, 40, 50, 2, 1, "descaled"))
     path = tmp_path / "qkv.npz"
     npz.write(path, {"q": c.q, "k": c.k, "v": c.v, **c.descales})

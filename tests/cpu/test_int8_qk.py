@@ -12,6 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fake_cuda import FakeCuda, Tensor, attention_kernel, fake_torch, install, read_arguments
+from fp8_steps import STALE_FP8
 from known_faults import unexpected_faults
 from random_schedules import legal_pair
 from simulated import simulated
@@ -45,11 +46,11 @@ UNIFORM = {**RUNNING, "roles": "uniform", "overlap": "within", "stages": 1}
 
 
 def of(**changes: Any) -> Any:
-    return fagen.load("fa3_fp8", **{"dtype": "int8", "v_dtype": "bf16", "head_dim": 64, **changes})
+    return fagen.load(STALE_FP8, **{"dtype": "int8", "v_dtype": "bf16", "head_dim": 64, **changes})
 
 
 def quantising(**changes: Any) -> Any:
-    return fagen.load("fa3_fp8", **{"dtype": "bf16", "precision": "int8_qk", "head_dim": 64, **changes})
+    return fagen.load(STALE_FP8, **{"dtype": "bf16", "precision": "int8_qk", "head_dim": 64, **changes})
 
 
 # the value ------------------------------------------------------------------------------------------------------------------
@@ -130,16 +131,16 @@ def test_scales_of_blocks_are_those_of_k_alone() -> None:
     [
         ("fa3", {"v_dtype": "bf16"}, "v-dtype", "v_dtype"),
         ("fa3", {"v_dtype": "fp16"}, "v-dtype", "v_dtype"),
-        ("fa3_fp8", {"v_dtype": "bf16"}, "v-dtype", "v_dtype"),
-        ("fa3_fp8", {"dtype": "int8", "v_dtype": "int8"}, "v-dtype", "v_dtype"),
-        ("fa3_fp8", {"dtype": "int8", "v_dtype": "fp32"}, "v-dtype", "v_dtype"),
+        (STALE_FP8, {"v_dtype": "bf16"}, "v-dtype", "v_dtype"),
+        (STALE_FP8, {"dtype": "int8", "v_dtype": "int8"}, "v-dtype", "v_dtype"),
+        (STALE_FP8, {"dtype": "int8", "v_dtype": "fp32"}, "v-dtype", "v_dtype"),
         ("fa2", {"dtype": "int8", "v_dtype": "bf16"}, "dtype", "dtype"),
         ("fa3", {"dtype": "int8", "v_dtype": "bf16", "tile_kv": 96}, "scale-granularity", "scale_granularity"),
-        ("fa3_fp8", {"dtype": "int8", "v_dtype": "bf16", "promote_every": 2}, "promote-every", "promote_every"),
-        ("fa3_fp8", {"dtype": "int8", "v_dtype": "bf16", **RUNNING, "v_transposed": True}, "v-transposed", "v_transposed"),
-        ("fa3_fp8", {"dtype": "int8", "v_dtype": "bf16", "precision": "int8_qk"}, "precision", "precision"),
-        ("fa3_fp8", {"dtype": "bf16", "precision": "int8_qk", **RUNNING, "v_transposed": True}, "v-transposed", "v_transposed"),
-        ("fa3_fp8", {"dtype": "bf16", "precision": "int8_qk", "promote_every": 2}, "promote-every", "promote_every"),
+        (STALE_FP8, {"dtype": "int8", "v_dtype": "bf16", "promote_every": 2}, "promote-every", "promote_every"),
+        (STALE_FP8, {"dtype": "int8", "v_dtype": "bf16", **RUNNING, "v_transposed": True}, "v-transposed", "v_transposed"),
+        (STALE_FP8, {"dtype": "int8", "v_dtype": "bf16", "precision": "int8_qk"}, "precision", "precision"),
+        (STALE_FP8, {"dtype": "bf16", "precision": "int8_qk", **RUNNING, "v_transposed": True}, "v-transposed", "v_transposed"),
+        (STALE_FP8, {"dtype": "bf16", "precision": "int8_qk", "promote_every": 2}, "promote-every", "promote_every"),
         ("fa2", {"precision": "int8_qk"}, "precision", "precision"),
         ("fa3", {"precision": "int8_qk", "tile_kv": 96}, "scale-granularity", "scale_granularity"),
     ],
@@ -314,7 +315,7 @@ def test_a_twelfth_of_the_error_of_e4m3() -> None:
     want, _ = fagen.reference(Attention(head_dim=128), *source.tensors())
     rmse = {}
     wanted = (PLAIN.label, "int8 per head, Hadamard", "int8_qk per head", "int8_qk per head, Hadamard")
-    for recipe in (r for r in recipes(*fagen.load("fa3_fp8"), "fp16") if r.label in wanted):
+    for recipe in (r for r in recipes(*fagen.load(STALE_FP8), "fp16") if r.label in wanted):
         attention = recipe.attention
         assert not recipe.refused and (attention.value_dtype == "fp16") == recipe.label.startswith("int8_qk")
         each = []
@@ -491,7 +492,10 @@ def test_what_the_tables_have_for_it() -> None:
             tuned.Table(t.arch, t.device, tuple(e for e in t.entries if e.dtype != "int8_qk")) for t in tuned.builtin_tables()
         )
         choice = tuned.choose(attention, problem, tables=empty)
-        assert choice.entry is None and choice.schedule == of(head_dim=head_dim).schedule
+        assert (
+            choice.entry is None
+            and choice.schedule == fagen.load("fa3_fp8", head_dim=head_dim, dtype="int8", v_dtype="bf16").schedule
+        )
         asked = tuned.choose_quantised(whole, problem, tables=empty, precision="int8_qk")
         assert (
             asked.schedule == choice.schedule.replace(precision="int8_qk", **tuned.QUANTISED)
@@ -519,7 +523,7 @@ def test_scores_count_at_the_rate_of_8_bits_and_the_other_product_at_that_of_16(
     assert set(found.flops) == {"wgmma int8", "wgmma bf16"} and set(found.instructions) == {"IGMMA", "HGMMA"}
     assert list(found.flops.values()) == [half, half]
     bf16, e4m3 = (
-        cost(fagen.plan(*fagen.load(n, **{**STALE, "tile_kv": 64})), problem).times_us["tensor"] for n in ("fa3", "fa3_fp8")
+        cost(fagen.plan(*fagen.load(n, **{**STALE, "tile_kv": 64})), problem).times_us["tensor"] for n in ("fa3", STALE_FP8)
     )
     assert found.times_us["tensor"] == pytest.approx((bf16 + e4m3) / 2, rel=0.03)
     assert found.sm_read["v"] == pytest.approx(2 * found.sm_read["k"], rel=1e-6)

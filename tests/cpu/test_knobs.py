@@ -11,6 +11,7 @@ import itertools
 from typing import Any
 
 import pytest
+from fp8_steps import PAPER_FP8
 
 import fagen
 from fagen import Attention, Schedule, ScheduleError
@@ -36,8 +37,8 @@ Changes = dict[str, Any]
 
 FA2, FA3 = tuple(fagen.load("fa2", head_dim=64)), tuple(fagen.load("fa3", head_dim=64))
 FA1, STANDARD = tuple(fagen.load("fa1", head_dim=64)), tuple(fagen.load("standard", head_dim=64))
-FP8: Pair = tuple(fagen.load("fa3_fp8", head_dim=64))
-QUANTISED: Pair = tuple(fagen.load("fa3_fp8", head_dim=64, dtype="bf16", precision="e4m3"))
+FP8: Pair = tuple(fagen.load(PAPER_FP8, head_dim=64))
+QUANTISED: Pair = tuple(fagen.load(PAPER_FP8, head_dim=64, dtype="bf16", precision="e4m3"))
 """16-bit tensors that the plan quantises."""
 FA3_2: Pair = (FA3[0], FA3[1].replace(tile_q=128, consumers=2, tile_kv=64))
 """Two consumers at head_dim 64."""
@@ -74,7 +75,7 @@ WGMMA: Changes = {
 
 # field: value, the base it is tried on, the other fields it is tied to. Every value a field can take stands here or in NOT_YET.
 ACCEPTED: dict[str, list[tuple[object, Pair, Changes]]] = {
-    "head_dim": [(d, tuple(fagen.load(n, head_dim=d)), {}) for n in ("fa2", "fa3", "fa3_fp8") for d in (64, 128, 256)],
+    "head_dim": [(d, tuple(fagen.load(n, head_dim=d)), {}) for n in ("fa2", "fa3", PAPER_FP8) for d in (64, 128, 256)],
     "head_dim_v": [(None, FA3, {}), (64, FA3, {}), (128, tuple(fagen.load("fa3")), {})],
     "dtype": [*((d, base, {}) for d in ("bf16", "fp16") for base in (FA2, FA3)), ("e4m3", FP8, {}), ("e4m3", FA3, HEAD), ("int8", FP8, {}), ("int8", FA3, HEAD), ("int8", FP8, {"v_transposed": True, **UNIFORM, "overlap": "within"})],
     "v_dtype": [(None, FA3, {}), *((v, FP8, {"dtype": "int8"}) for v in (None, "e4m3")), *((v, FP8, {"dtype": "int8", "tile_kv": 128, "scale_granularity": g}) for v in ("bf16", "fp16") for g in ("tensor", "head", "block")), ("bf16", FP8, {"dtype": "int8", **UNIFORM, "overlap": "within"}), ("fp16", FP8, {"dtype": "int8", **STALE, "mask": "causal", "skip_masked": True})],

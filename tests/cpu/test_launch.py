@@ -24,6 +24,7 @@ from fake_cuda import (
     params_struct,
     read_arguments,
 )
+from fp8_steps import PAPER_FP8
 
 import fagen
 from fagen import InputError, InternalError, LaunchError, driver
@@ -216,7 +217,7 @@ def test_zero_keys_launch_and_zero_queries_do_not(fake: FakeCuda, torch) -> None
 def test_without_keys_scales_of_blocks_have_no_address(fake: FakeCuda, torch) -> None:
     """A joined tile reads the scale of a block that it masks whole; the workspace has none, and a null pointer stands for 1."""
     joined = {"tile_kv": 64, "reference": "stale", "fuse_tiles": True}
-    p = schedule_plan("fa3_fp8", precision="int8", scale_granularity="block", **joined)
+    p = schedule_plan(PAPER_FP8, precision="int8", scale_granularity="block", **joined)
     seen = []
     launched, kernel = iter(p.kernels), make(p, fake)
     fake.kernel = lambda params: seen.append(read_arguments(next(launched), params)[1])

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fp8_steps import PAPER_FP8
 
 import fagen
 from fagen import Attention, InputError, Schedule, ScheduleError
@@ -175,12 +176,12 @@ def test_a_missing_name_suggests_close_ones() -> None:
 
 
 def test_a_type_of_the_products_takes_the_files_tiles() -> None:
-    own = fagen.load("fa3_fp8").schedule
-    assert fagen.load("fa3_fp8", dtype="int8").schedule == own.replace(tile_kv=192)
-    assert fagen.load("fa3_fp8", dtype="bf16", precision="int8").schedule == own.replace(tile_kv=192, precision="int8")
-    assert fagen.load("fa3_fp8", dtype="int8", tile_kv=128).schedule == own.replace(tile_kv=128)
-    assert fagen.load("fa3_fp8", dtype="int8", head_dim=64).schedule == fagen.load("fa3_fp8", head_dim=64).schedule
-    assert fagen.load("fa3_fp8", dtype="bf16", precision="e4m3").schedule == own.replace(precision="e4m3")
+    own = fagen.load(PAPER_FP8).schedule
+    assert fagen.load(PAPER_FP8, dtype="int8").schedule == own.replace(tile_kv=192)
+    assert fagen.load(PAPER_FP8, dtype="bf16", precision="int8").schedule == own.replace(tile_kv=192, precision="int8")
+    assert fagen.load(PAPER_FP8, dtype="int8", tile_kv=128).schedule == own.replace(tile_kv=128)
+    assert fagen.load(PAPER_FP8, dtype="int8", head_dim=64).schedule == fagen.load(PAPER_FP8, head_dim=64).schedule
+    assert fagen.load(PAPER_FP8, dtype="bf16", precision="e4m3").schedule == own.replace(precision="e4m3")
 
 
 @pytest.mark.parametrize("text", ["tiles = 3", "tiles = {64: 3}", "tiles = {64: {'tile_qq': 3}}"])

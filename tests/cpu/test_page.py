@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fp8_steps import PAPER_FP8
 from results import result_of, spread
 
 from fagen.cli import run
@@ -149,7 +150,8 @@ def test_the_knobs_behind_lines_of_fa3() -> None:
         ("fa1", {"loop_order", "tile_q", "tile_kv", "normalise", "movement", "parallelism", "mask"}),
         ("fa2", {"stages", "movement", "normalise", "warps", "tile_q", "tile_kv", "parallelism"}),
         ("fa3", {"roles", "overlap", "parallelism", "stages", "tile_q", "consumers", "tile_kv", "reference", "registers"}),
-        ("fa3_fp8", {"v_transposed", "overlap", "stages", "parallelism", "tile_kv", "reference"}),
+        ("fa3_fp8", {"stages", "stages_q", "parallelism", "tile_kv", "reference"}),
+        (PAPER_FP8, {"v_transposed", "overlap", "stages", "parallelism", "tile_kv", "reference"}),
     ],
 )
 def test_every_knob_that_can_change_is_behind_a_line(name: str, knobs: set[str]) -> None:

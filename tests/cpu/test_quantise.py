@@ -9,6 +9,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from fp8_steps import PAPER_FP8
 
 from fagen import Attention, InputError
 from fagen.library import load
@@ -36,7 +37,7 @@ def simulated(z: Quantised, **changes: Any) -> tuple[Any, Any]:
     """Attention on what a quantiser made, by the simulated fa3_fp8."""
     granularity = z.quantiser.granularity
     tiles = {"tile_q": z.quantiser.tile_q, "tile_kv": z.quantiser.tile_kv} if granularity == "block" else {}
-    attention, schedule = load("fa3_fp8", head_dim=z.q.shape[3], scale_granularity=granularity, **{**tiles, **changes})
+    attention, schedule = load(PAPER_FP8, head_dim=z.q.shape[3], scale_granularity=granularity, **{**tiles, **changes})
     return simulate(attention, schedule, z.q, z.k, z.v, q_descale=z.q_descale, k_descale=z.k_descale, v_descale=z.v_descale)
 
 

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fake_cuda import FakeCuda, Tensor, fake_torch, install, read_arguments
+from fp8_steps import PAPER_FP8
 from random_schedules import is_legal, legal_pair
 
 import fagen
@@ -65,7 +66,7 @@ def codes_differ(a: np.ndarray, b: np.ndarray) -> float:
 
 def pair(**changes: Any) -> Any:
     """fa3_fp8 on 16-bit tensors, quantised by the plan."""
-    return fagen.load("fa3_fp8", **{"dtype": "bf16", "precision": "e4m3", "head_dim": 64, **changes})
+    return fagen.load(PAPER_FP8, **{"dtype": "bf16", "precision": "e4m3", "head_dim": 64, **changes})
 
 
 # numbers ------------------------------------------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ def test_the_plan_does_what_its_parts_do() -> None:
     q, k, v = inputs(64, "bf16", RAGGED)
     out, lse = fagen.simulate(attention, schedule, q, k, v)
     kept = simulate_quantise(q, k, v, hadamard=True)
-    inner = fagen.load("fa3_fp8", head_dim=64)
+    inner = fagen.load(PAPER_FP8, head_dim=64)
     scales = {n: getattr(kept, n) for n in ("q_descale", "k_descale", "v_descale")}
     again, same = fagen.simulate(*inner, kept.q, kept.k, kept.v, **scales)
     assert np.array_equal(out.view(np.uint16), again.view(np.uint16)) and np.array_equal(lse, same)
@@ -232,7 +233,7 @@ def test_q04_zero_keys_and_queries_give_the_mean_of_v(mask: str) -> None:
 @pytest.mark.parametrize("granularity", ["head", "block"])
 def test_joined_tiles_without_keys(granularity: str, precision: str) -> None:
     joined = {"tile_kv": 64, "reference": "stale", "fuse_tiles": True, "scale_granularity": granularity, "precision": precision}
-    attention, schedule = fagen.load("fa3_fp8", dtype="bf16", **joined)
+    attention, schedule = fagen.load(PAPER_FP8, dtype="bf16", **joined)
     q, k = np.ones((1, 70, 2, 128), BF16), np.ones((1, 0, 1, 128), BF16)
     out, lse = fagen.simulate(attention, schedule, q, k, k)
     assert not out.astype(np.float32).any() and (lse == -np.inf).all()
@@ -284,7 +285,7 @@ def test_a_group_shares_qs_scale() -> None:
 
 def test_the_attention_kernel_is_that_of_e4m3_tensors() -> None:
     """Only where its inputs lie, and a least scale, differ."""
-    plan, inner = assemble(*pair()), assemble(*fagen.load("fa3_fp8", head_dim=64))
+    plan, inner = assemble(*pair()), assemble(*fagen.load(PAPER_FP8, head_dim=64))
     (kernel,), (own,) = [k for k in plan.kernels if k.name == "attention"], inner.kernels
     assert [s.kind for r in kernel.roles for s in walk(r.body)] == [s.kind for r in own.roles for s in walk(r.body)]
     assert {m.tensor for m in kernel.maps} == {"q_e4m3", "k_e4m3", "v_e4m3"}
@@ -547,5 +548,5 @@ def test_quantise_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None
 def test_the_yardstick_quantises_as_the_schedule_says() -> None:
     assert quantiser_of(pair()[1]) == Quantiser(granularity="head")
     assert quantiser_of(pair(hadamard=True, smooth_k=True)[1]) == Quantiser(granularity="head", hadamard=True, smooth_k=True)
-    assert quantiser_of(fagen.load("fa3_fp8")[1]) is None
+    assert quantiser_of(fagen.load(PAPER_FP8)[1]) is None
     assert ml_dtypes.finfo(E4M3).max == 448

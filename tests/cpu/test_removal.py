@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from fp8_steps import PAPER_FP8
 
 from fagen import InputError
 from fagen.attention import Attention
@@ -34,9 +35,9 @@ SCHEDULES = {
     "in order": ("fa3", {"overlap": "none"}),
     "stale": ("fa3", STALE),
     "fused tiles": ("fa3", {**STALE, "fuse_tiles": True}),
-    "fa3_fp8": ("fa3_fp8", {}),
-    "Q in registers": ("fa3_fp8", {**STALE, "tile_kv": 96, "q_operand": "registers"}),
-    "int8_qk": ("fa3_fp8", {"dtype": "int8", "v_dtype": "bf16"}),
+    PAPER_FP8: (PAPER_FP8, {}),
+    "Q in registers": (PAPER_FP8, {**STALE, "tile_kv": 96, "q_operand": "registers"}),
+    "int8_qk": (PAPER_FP8, {"dtype": "int8", "v_dtype": "bf16"}),
 }
 
 
@@ -82,7 +83,7 @@ def test_what_goes_is_gone_and_the_rest_is_there(name: str) -> None:
     assert len({p.id for p in (whole, *left.values())}) == 5 and left["pv"].id == f"{whole.id}-without-pv"
 
 
-@pytest.mark.parametrize("name", ["fa1", "fa2", "uniform wgmma", "fa3", "stale", "fused tiles", "fa3_fp8", "standard"])
+@pytest.mark.parametrize("name", ["fa1", "fa2", "uniform wgmma", "fa3", "stale", "fused tiles", PAPER_FP8, "standard"])
 @pytest.mark.parametrize("removed", list(REMOVALS))
 def test_the_simulator_runs_what_is_left(name: str, removed: str) -> None:
     """It ends, and every number is one: nothing reads what a removed step would have written."""

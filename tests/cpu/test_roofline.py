@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
+from fp8_steps import PAPER_FP8
 
 from fagen import Attention, InputError
 from fagen.errors import InternalError
@@ -107,7 +108,7 @@ PLANS = {
     ),
     "fa3 hd64": ("fa3", {"head_dim": 64}),
     "fa3_fp8": ("fa3_fp8", {"mask": "causal"}),
-    "fa3_fp8 transposed": ("fa3_fp8", {"v_transposed": True}),
+    "FP8 with V transposed": (PAPER_FP8, {"v_transposed": True}),
 }
 PROBLEMS = (Problem(2, 300, 300, 4, 2), Problem(1, 100, 1000, 2, 1), Problem(1, 500, 130, 2, 2), Problem(3, 128, 0, 1, 1))
 

@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fp8_steps import PAPER_FP8
 
 import fagen
 from fagen import Attention, Schedule, ScheduleError, Violation
 from fagen.plan import rules, scales
 from fagen.target import TARGETS, target
 
-FA2, FA3, FP8 = fagen.load("fa2"), fagen.load("fa3"), fagen.load("fa3_fp8")
-QUANTISED = fagen.load("fa3_fp8", dtype="bf16", precision="e4m3")
+FA2, FA3, FP8 = fagen.load("fa2"), fagen.load("fa3"), fagen.load(PAPER_FP8)
+QUANTISED = fagen.load(PAPER_FP8, dtype="bf16", precision="e4m3")
 FA1, STANDARD = fagen.load("fa1"), fagen.load("standard")
-NAMES = {FA1[1]: "fa1", STANDARD[1]: "standard", FA2[1]: "fa2", FA3[1]: "fa3", FP8[1]: "fa3_fp8"}
+NAMES = {FA1[1]: "fa1", STANDARD[1]: "standard", FA2[1]: "fa2", FA3[1]: "fa3", FP8[1]: PAPER_FP8}
 ILLEGAL = sorted((Path(__file__).parents[1] / "illegal").glob("*.py"))
 
 Pair = tuple[Attention, Schedule]

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from fake_cuda import FakeCuda, Tensor, attention_kernel, fake_torch, install, read_arguments
+from fp8_steps import PAPER_FP8
 from simulated import simulated
 
 import fagen
@@ -30,7 +31,7 @@ GRANULARITIES = ("tensor", "head", "block")
 
 
 def fp8(**changes: Any) -> Loaded:
-    return load("fa3_fp8", **{**SMALL, **changes})
+    return load(PAPER_FP8, **{**SMALL, **changes})
 
 
 # the program ----------------------------------------------------------------------------------------------------------------------
@@ -69,13 +70,13 @@ def test_every_block_alone_or_every_few(overlap: str) -> None:
 
 def test_the_copy_costs_registers_and_may_be_left_out() -> None:
     with pytest.raises(ScheduleError) as e:
-        plan(*load("fa3_fp8", promote_every=4))
+        plan(*load(PAPER_FP8, promote_every=4))
     (found,) = e.value.violations
     assert found.code == "registers" and "O_sum 64" in found.message
     assert "promote_every=None" in found.nearest and "tile_kv=128" in found.nearest
-    plan(*load("fa3_fp8", promote_every=4, tile_kv=128))
+    plan(*load(PAPER_FP8, promote_every=4, tile_kv=128))
     with pytest.raises(ScheduleError) as e:  # no tile is small enough for two accumulators of 256 columns
-        plan(*load("fa3_fp8", head_dim=256, promote_every=4))
+        plan(*load(PAPER_FP8, head_dim=256, promote_every=4))
     (found,) = e.value.violations
     assert found.code == "registers" and found.nearest == ("promote_every=None",)
 

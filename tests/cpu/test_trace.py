@@ -12,6 +12,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from fp8_steps import PAPER_FP8
 from trace_source import CYCLES_PER_NS, simulated
 
 import fagen
@@ -54,14 +55,14 @@ SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 64, "reference": "stale", "consumers": 3, "tile_q": 192, "tile_kv": 96, "stages": 4}
         | {"fuse_tiles": True, "overlap": "within"},
     ),
-    "fa3_fp8": ("fa3_fp8", {}),
-    "Q in registers": ("fa3_fp8", {"head_dim": 256, "tile_kv": 64, "reference": "stale", "stages": 3, "q_operand": "registers"}),
+    PAPER_FP8: (PAPER_FP8, {}),
+    "Q in registers": (PAPER_FP8, {"head_dim": 256, "tile_kv": 64, "reference": "stale", "stages": 3, "q_operand": "registers"}),
     "Q in registers, fused": (
-        "fa3_fp8",
+        PAPER_FP8,
         {"head_dim": 64, "tile_kv": 64, "reference": "stale", "overlap": "within", "fuse_tiles": True, "q_operand": "registers"},
     ),
-    "int8_qk": ("fa3_fp8", {"dtype": "int8", "v_dtype": "bf16"}),
-    "block scales": ("fa3_fp8", {"scale_granularity": "block", "promote_every": 2, "tile_kv": 128}),
+    "int8_qk": (PAPER_FP8, {"dtype": "int8", "v_dtype": "bf16"}),
+    "block scales": (PAPER_FP8, {"scale_granularity": "block", "promote_every": 2, "tile_kv": 128}),
     "fa2": ("fa2", {"head_dim": 64}),
     "fa1": ("fa1", {"head_dim": 64}),
     "standard": ("standard", {"head_dim": 64}),
@@ -93,7 +94,7 @@ def name(request: pytest.FixtureRequest) -> str:
 def test_debug_and_trace_exclude_each_other() -> None:
     with pytest.raises(InputError, match=r"^trace: given beside debug"):
         plan(*fagen.load("fa3"), debug=True, trace=True)
-    quantised = fagen.load("fa3_fp8", dtype="bf16", precision="e4m3")
+    quantised = fagen.load(PAPER_FP8, dtype="bf16", precision="e4m3")
     with pytest.raises(InputError, match=r"^trace: given beside precision 'e4m3'"):
         plan(*quantised, trace=True)
 
@@ -246,9 +247,9 @@ def compiled(schedule: str, trace: bool, **changes: Any) -> Built:
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize("schedule", ["fa3", "fa3_fp8", "fa2", "fa1", "standard"])
+@pytest.mark.parametrize("schedule", ["fa3", PAPER_FP8, "fa2", "fa1", "standard"])
 def test_a_trace_build_keeps_the_promises_and_hardly_spills(schedule: str) -> None:
-    allowed = SPILL_BYTES if schedule == "fa3_fp8" else 0  # its transposing warps have no register to spare
+    allowed = SPILL_BYTES if schedule == PAPER_FP8 else 0  # its transposing warps have no register to spare
     kernels = compiled(schedule, True).report.kernels
     assert len(kernels) == (3 if schedule == "standard" else 1)
     for k, normal in zip(kernels, compiled(schedule, False).report.kernels):
@@ -308,7 +309,7 @@ def others_way(loop: list[sass.Instruction]) -> list[sass.Instruction]:
 
 
 @needs_nvdisasm
-@pytest.mark.parametrize(("schedule", "batch"), [("fa3", 88), ("fa3_fp8", 112)])
+@pytest.mark.parametrize(("schedule", "batch"), [("fa3", 88), (PAPER_FP8, 112)])
 def test_the_machine_code_keeps_the_order_of_the_marks(schedule: str, batch: int) -> None:
     """All exponentials of a block stand between the two clock readings around its softmax, and each wait for products between those around it:
     else the spans would be of something else."""
@@ -370,7 +371,7 @@ def blocks(problem: CheckProblem, tile_kv: int) -> int:
     return -(-problem.sk // tile_kv)
 
 
-@pytest.mark.parametrize("name", ["fa3", "no overlap", "uniform", "stale, fused", "fa3_fp8", "block scales"])
+@pytest.mark.parametrize("name", ["fa3", "no overlap", "uniform", "stale, fused", PAPER_FP8, "block scales"])
 def test_every_tile_and_block_is_there(name: str) -> None:
     p, (trace,) = planned(name), traced(name)
     n = blocks(PROBLEM, p.schedule.tile_kv)

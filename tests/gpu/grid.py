@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from fagen import Schedule
 from fagen.check import Item, check_gpu
+from fagen.cli import common
 from fagen.compile import Built
 from fagen.oracle import check_problems
 
 PATIENCE = 90.0
 """Seconds until a launch counts as hung."""
+HOW = set(Schedule.field_names()) - {"precision", "scale_granularity", "hadamard", "smooth_k"}
+"""Fields that say how 8-bit attention is computed, not what of."""
+
+
+def select_fp8(changes: Mapping[str, Any]) -> common.Selected:
+    """`fa3_fp8` where the changes leave its tiles and order alone; else the paper's form of it, which nearly any knob can change."""
+    name = "chain/fa3_to_fa3_fp8_1_e4m3" if any(changes[n] for n in HOW & set(changes)) else "fa3_fp8"
+    (item,) = common.select([name], [f"{n}={str(x).lower()}" for n, x in changes.items()])
+    return item
 
 
 def passes_the_grid(b: Built, repeat: int, bundles: Path) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from grid import passes_the_grid
+from grid import passes_the_grid, select_fp8
 
 import fagen
 from fagen import tuned
@@ -65,14 +65,9 @@ GRID: list[dict[str, Any]] = [
 ]
 
 
-def select(changes: dict[str, Any]) -> common.Selected:
-    (item,) = common.select(["fa3_fp8"], [f"{n}={str(x).lower()}" for n, x in changes.items()])
-    return item
-
-
 @cache
 def _built(changes: tuple[tuple[str, Any], ...]) -> Built:
-    return common.built(select(dict(changes)), folder=FOLDER)
+    return common.built(select_fp8(dict(changes)), folder=FOLDER)
 
 
 def built(changes: dict[str, Any]) -> Built:
@@ -243,7 +238,7 @@ def test_numpy_against_float64(device: Any) -> None:
 def write_all(folder: str) -> None:
     """Every kernel of `GRID`, to carry to the device."""
     for changes in GRID:
-        item = select(changes)
+        item = select_fp8(changes)
         write_built(common.built(item), folder, item.name)
 
 

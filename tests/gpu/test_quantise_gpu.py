@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grid import passes_the_grid
+from grid import passes_the_grid, select_fp8
 
 import fagen
 from fagen.cli import common
@@ -37,9 +37,7 @@ CHANGES = [
 
 
 def built(**changes: Any) -> Built:
-    settings = [f"{n}={str(x).lower()}" for n, x in {"precision": "e4m3", **changes}.items()]
-    (item,) = common.select(["fa3_fp8"], settings)
-    return common.built(item, folder=FOLDER)
+    return common.built(select_fp8({"precision": "e4m3", **changes}), folder=FOLDER)
 
 
 def make(**changes: Any) -> Kernel:

@@ -14,7 +14,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from grid import passes_the_grid
+from grid import passes_the_grid, select_fp8
 
 from fagen import InputError
 from fagen.cli import common
@@ -59,14 +59,9 @@ FORMS: list[dict[str, Any]] = [
 ]
 
 
-def select(changes: dict[str, Any]) -> common.Selected:
-    (item,) = common.select(["fa3_fp8"], [f"{n}={str(x).lower()}" for n, x in changes.items()])
-    return item
-
-
 @cache
 def _built(changes: tuple[tuple[str, Any], ...]) -> Built:
-    return common.built(select(dict(changes)), folder=FOLDER)
+    return common.built(select_fp8(dict(changes)), folder=FOLDER)
 
 
 def built(changes: dict[str, Any]) -> Built:
@@ -126,7 +121,7 @@ def test_arrays_in_device_memory(torch: Any, changes: dict[str, Any]) -> None:
 def main() -> None:
     """Build every kernel of this file into a folder."""
     for changes in (*GRID, *LONG, *FORMS):
-        item = select(changes)
+        item = select_fp8(changes)
         write_built(common.built(item), sys.argv[1], item.name)
         print(item.name, flush=True)
 
