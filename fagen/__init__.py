@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .attention import Attention
-from .errors import CompileError, FagenError, InputError, InternalError, LaunchError, ScheduleError, Violation
+from .errors import CompileError, FagenError, HostError, InputError, InternalError, LaunchError, ScheduleError, Violation
 from .library import load
 from .plan import Plan, plan
 from .schedule import Schedule
@@ -25,6 +25,7 @@ __all__ = [
     "Attention",
     "CompileError",
     "FagenError",
+    "HostError",
     "InputError",
     "InternalError",
     "Kernel",

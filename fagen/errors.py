@@ -1,6 +1,6 @@
 """The exceptions of fagen.
 
-Two families that never mix: what the user can mend (`ScheduleError`, `InputError`, `CompileError`, `LaunchError`, all under
+Two families that never mix: what the user can mend (`ScheduleError`, `InputError`, `CompileError`, `LaunchError`, `HostError`, all under
 `FagenError`) and what only we can mend (`InternalError`). A fault of ours must never read like the user's mistake.
 """
 
@@ -75,6 +75,12 @@ class CompileError(FagenError):
 
 class LaunchError(FagenError):
     """The driver refused a call, a kernel trapped, or there is no GPU to run on."""
+
+    exit_code = 1
+
+
+class HostError(FagenError):
+    """The system ended a process that works for fagen; most often for want of memory."""
 
     exit_code = 1
 

@@ -7,13 +7,13 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from ..attention import Attention
-from ..errors import LaunchError
+from ..errors import HostError, LaunchError
 from ..oracle import CheckProblem, Verdict, check, compare, make_case, sample_rows, simulate, simulate_sample
 from ..oracle.numeric import DTYPES, Array
 from ..oracle.yardstick import yardstick
@@ -22,13 +22,18 @@ from .items import with_reason
 
 FEW = 16
 """Cases below which starting processes takes longer than the work."""
+JUDGE_BYTES = 1 << 30
+"""Memory that a process may come to need; 0.45 GB is what the largest of the standard cases takes."""
 _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 @contextlib.contextmanager
 def pool(cases: int) -> Iterator[Executor]:
-    """An executor for `cases` judgements. Leaving it early (an error, Ctrl-C) drops what has not begun."""
-    workers = min(os.cpu_count() or 1, cases)
+    """An executor for `cases` judgements: a process for each core that this one may use, as far as there is memory for them.
+
+    Leaving it early (an error, Ctrl-C) drops what has not begun. HostError if the system kills one of the processes.
+    """
+    workers = min(len(os.sched_getaffinity(0)), cases, max(1, available_bytes() // JUDGE_BYTES))
     few = cases < FEW or workers < 2
     # Workers start one by one as work comes, and read these when they import NumPy.
     with _environment({} if few else dict.fromkeys(_ONE_THREAD, "1")):
@@ -39,8 +44,18 @@ def pool(cases: int) -> Iterator[Executor]:
         )
         try:
             yield executor
+        except BrokenExecutor as e:
+            raise HostError(
+                f"the system killed one of the {workers} processes that compute references; most often it is out of memory"
+            ) from e
         finally:
             executor.shutdown(wait=True, cancel_futures=True)
+
+
+def available_bytes() -> int:
+    """Memory that processes can still take without swapping: MemAvailable of /proc/meminfo (proc(5))."""
+    with open("/proc/meminfo", encoding="ascii") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:"))
 
 
 @contextlib.contextmanager

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import re
+import signal
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +16,7 @@ import numpy as np
 import pytest
 from fake_cuda import FakeCuda, InProcess, array_interface, attention_kernel, install, read_arguments
 
-from fagen import Attention, InputError, LaunchError
+from fagen import Attention, HostError, InputError, LaunchError
 from fagen.check import CaseResult, Item, check_cpu, check_gpu, jitter_problems, parse_shape, tiles_of
 from fagen.check import cpu as check_cpu_module
 from fagen.check import gpu as check_gpu_module
@@ -117,6 +119,26 @@ def test_interleavings_that_differ_fail_the_case(monkeypatch: pytest.MonkeyPatch
     attention, schedule = load("fa3", head_dim=64)
     (result,) = check_cpu([Item("fa3", attention, schedule, (CheckProblem(1, 5, 5, 2, 1),))], repeat=4)
     assert not result.verdict.passed and result.verdict.reason == "interleaving 3 gives other bits than the first"
+
+
+@pytest.mark.parametrize(("available", "workers"), [(1 << 40, 4), (3 << 30, 3), (1 << 20, 1)])
+def test_as_many_judges_as_there_are_cores_and_memory(available: int, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fagen.check import judge
+
+    assert 1 << 20 < judge.available_bytes() < 1 << 50
+    monkeypatch.setattr(judge, "available_bytes", lambda: available)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(4)))
+    with judge.pool(100) as found:
+        assert found._max_workers == workers
+
+
+def test_a_judge_that_is_killed_is_no_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fagen.check import judge
+
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    killed = "killed one of the 2 processes that compute references; most often it is out of memory"
+    with pytest.raises(HostError, match=killed), judge.pool(100) as judges:
+        judges.submit(os.kill, judges.submit(os.getpid).result(), signal.SIGKILL).result()
 
 
 # the GPU, made of host memory -------------------------------------------------------------------------------------------

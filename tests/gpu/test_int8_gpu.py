@@ -167,7 +167,7 @@ def test_nan_and_infinities_show_where_the_simulator_has_them(value: float, way:
         a, b = getattr(got, name), getattr(want, name)
         assert np.array_equal(np.isnan(a), np.isnan(b)) and np.isnan(a).any(), name
     granularity, hadamard, smooth_k = way
-    options: dict[str, Any] = {"scale_granularity": granularity, "hadamard": hadamard, "smooth_k": smooth_k, "tile_kv": 96}
+    options: dict[str, Any] = {"scale_granularity": granularity, "hadamard": hadamard, "smooth_k": smooth_k}
     attention, schedule = fagen.load(
         "fa3_fp8", head_dim=64, dtype="bf16", precision="int8", mask="causal" if causal else "full", **options
     )
