@@ -6,6 +6,7 @@ python -m fagen.explore.plot RESULTS.json PICTURE.svg
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ SUFFIXES = (".svg", ".png", ".pdf")
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Okabe and Ito (2008): apart in every common form of colour blindness."""
 GREYS = ("#555555", "#888888", "#AAAAAA")
+LINE_HEIGHT = 0.055
+"""Of a written value, as a part of the highest one."""
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 STYLE = {
     "font.family": "DejaVu Sans",
@@ -70,9 +73,10 @@ def draw(result: BenchResult) -> Any:
     figure = Figure(figsize=(max(1.2 + 3.9 * cols, 6.0), 1.25 + 2.75 * rows), layout="constrained", facecolor="white")
     axes = figure.subplots(rows, cols, sharey="row", squeeze=False)
     looks = _looks(found)
+    top = max(v for p in found for s in p.series for v in s.tflops if v is not None)
     for panel in found:
         r, c = (0, masks.index(panel.mask)) if len(head_dims) == 1 else (masks.index(panel.mask), head_dims.index(panel.head_dim))
-        _draw_panel(axes[r][c], panel, looks)
+        _draw_panel(axes[r][c], panel, looks, top)
         if c == 0:
             axes[r][c].set_ylabel("TFLOP/s")
     for ax in axes.flat:
@@ -105,14 +109,13 @@ def _looks(found: list[Panel]) -> dict[str, dict[str, Any]]:
     return looks
 
 
-def _draw_panel(ax: Any, panel: Panel, looks: dict[str, dict[str, Any]]) -> None:
+def _draw_panel(ax: Any, panel: Panel, looks: dict[str, dict[str, Any]], top: float) -> None:
     for series in panel.series:
         if all(v is None for v in series.tflops):
             continue
         for n, (first, last) in enumerate(_runs(panel.problems)):
             _draw_run(ax, series, first, last, looks[series.name], label=series.name if n == 0 else f"_{series.name}")
-        if series.kind == "schedule":
-            _write_last_value(ax, series, looks[series.name]["color"])
+    _write_last_values(ax, [s for s in panel.series if s.kind == "schedule"], looks, top)
     ax.set_xticks(range(len(panel.problems)), [_tick(p) for p in panel.problems])
     ax.set_xlim(-0.4, len(panel.problems) - 0.45)
     ax.tick_params(length=0)
@@ -127,10 +130,15 @@ def _draw_run(ax: Any, series: Series, first: int, last: int, look: dict[str, An
     ax.plot([i for i, _ in points], [v for _, v in points], label=label, markersize=4.5, clip_on=False, **look)
 
 
-def _write_last_value(ax: Any, series: Series, colour: str) -> None:
-    i, value = max((i, v) for i, v in enumerate(series.tflops) if v is not None)
+def _write_last_values(ax: Any, found: list[Series], looks: dict[str, dict[str, Any]], top: float) -> None:
+    """Beside the last point of each; where two would overlap, the lower one moves down."""
     place = {"xytext": (6, 0), "textcoords": "offset points", "va": "center"}
-    ax.annotate(f"{value:.0f}", (i, value), fontsize=8, color=colour, annotation_clip=False, **place)
+    ends = [(*max((i, v) for i, v in enumerate(s.tflops) if v is not None), s.name) for s in found if any(s.tflops)]
+    free = math.inf
+    for i, value, name in sorted(ends, key=lambda end: -end[1]):
+        at = min(value, free)
+        free = at - LINE_HEIGHT * top
+        ax.annotate(f"{value:.0f}", (i, at), fontsize=8, color=looks[name]["color"], annotation_clip=False, **place)
 
 
 def _runs(problems: tuple[Problem, ...]) -> list[tuple[int, int]]:

@@ -344,14 +344,16 @@ def test_every_knob_changes_program_and_code(field: str, value: str) -> None:
 # chains and texts ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ends", [("fa1", "fa2"), ("fa2", "fa3")])
-def test_a_chain_changes_one_idea_a_step(ends: tuple[str, str]) -> None:
-    names = chain(*ends)
-    assert (names[0], names[-1]) == ends and len(names) >= 6
+@pytest.mark.parametrize(("first", "last", "steps"), [("fa1", "fa2", 5), ("fa2", "fa3", 6), ("fa3", "fa3_fp8", 3)])
+def test_a_chain_changes_one_idea_a_step(first: str, last: str, steps: int) -> None:
+    names = chain(first, last)
+    assert (names[0], names[-1], len(names)) == (first, last, steps + 1)
     together = (
         {"partition", "tile_q", "tile_kv", "warps"},
         {"arch", "mma", "movement", "tile_kv", "warps", "consumers"},
         {"movement", "stages"},
+        {"tile_kv", "scale_granularity"},
+        {"reference", "overlap", "tile_kv", "stages"},
     )
     for before, after in pairwise(names):
         for head_dim in (64, 128, 256):
@@ -363,7 +365,7 @@ def test_a_chain_changes_one_idea_a_step(ends: tuple[str, str]) -> None:
 
 
 def test_a_chain_that_does_not_exist() -> None:
-    with pytest.raises(InputError, match="fa1 → fa2, fa2 → fa3"):
+    with pytest.raises(InputError, match="fa1 → fa2, fa2 → fa3, fa3 → fa3_fp8"):
         chain("fa1", "fa3")
     with pytest.raises(InputError, match="did you mean chain/fa1_to_fa2"):
         fagen.load("chain/fa1_to_fa2_2_q_outr")
