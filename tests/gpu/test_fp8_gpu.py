@@ -63,6 +63,25 @@ def test_numpy(tmp_path: Path) -> None:
             assert verdict.passed, verdict.reason
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"mask": "causal"}, {"overlap": "both"}, {"tile_kv": 64, "reference": "stale", "stages": 3}]
+    + [{"tile_kv": kv, "reference": "stale", "fuse_tiles": True} for kv in (32, 64, 96, 128)],
+    ids=str,
+)
+def test_q01_a_maximum_that_rises_within_a_row(changes: dict[str, Any]) -> None:
+    """By 2.5 log2 e = 3.6 powers of two at key 128: P must still fit e4m3, or the numerator is clipped and the row sum is not.
+
+    Blocks are walked from the last to the first: with the keys turned round the maximum rises, and all weights of a half share one rounding."""
+    kernel = make(**{"head_dim": 128, "scale": 2.0**-7, **changes})
+    q, k, v = np.ones((1, 1, 6, 128)), np.zeros((1, 256, 1, 128)), np.zeros((1, 256, 1, 128))
+    k[0, 128:], v[0, 128:] = 2.5, 1.0
+    for order, rtol in ((1, 2**-8), (-1, 2**-5)):
+        out, lse = kernel(*(np.ascontiguousarray(x[:, ::order]).astype(E4M3) for x in (q, k, v)))
+        np.testing.assert_allclose(out.astype(float), 1 / (1 + np.exp(-2.5)), rtol=rtol)
+        np.testing.assert_allclose(lse, 2.5 + np.log(128 * (1 + np.exp(-2.5))), rtol=1e-5)
+
+
 # torch ----------------------------------------------------------------------------------------------------------------------------
 
 
