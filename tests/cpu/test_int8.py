@@ -476,7 +476,7 @@ def test_int8_tensors_are_told_from_others() -> None:
 
 
 def test_files_hold_int8_as_such_and_never_convert_it(tmp_path: Path) -> None:
-    attention, schedule = fagen.load(PAPER_FP8, dtype="int8", head_dim=64)
+    attention, schedule = fagen.load("fa3_fp8", dtype="int8", head_dim=64)
     c = make_case(attention, schedule, CheckProblem(1, 40, 50, 2, 1, "descaled"))
     path = tmp_path / "qkv.npz"
     npz.write(path, {"q": c.q, "k": c.k, "v": c.v, **c.descales})
@@ -508,7 +508,7 @@ def test_files_hold_int8_as_such_and_never_convert_it(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("settings", [["dtype=int8"], ["dtype=bf16", "precision=int8"]], ids=str)
 def test_commands_take_int8(command: list[str], settings: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    options = [x for s in (*settings, "head_dim=64", "tile_kv=128") for x in ("--set", s)]
+    options = [x for s in (*settings, "head_dim=64", "tile_kv=32") for x in ("--set", s)]
     assert fagen_run([*command, *options]) == 0, capsys.readouterr()
 
 
