@@ -28,7 +28,7 @@
 //           mma_sync S = Q · Kᵀ
 //           if clean > m
 //             mask S, last_key
-//           online softmax S, m_part, l_part, alpha
+//           softmax of a block by itself S, m_part, l_part
 //           sum row l_part, l_part
 //           share m_part and l_part with the other warps
 //           cta sync

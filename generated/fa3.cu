@@ -60,7 +60,7 @@
 //           arrive q_empty
 //         arrive k_empty
 //         mask S, last_key
-//         online softmax S, m_ref, l_sum, alpha
+//         softmax of a block by itself S, m_ref, l_sum
 //         pack P, S
 //         for j = n - 2 down to 0  [consumer.tiles.tile.steady]
 //           wait k_full

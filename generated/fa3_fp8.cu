@@ -63,6 +63,7 @@
 //       arrive tile_empty
 //       stop if tile >= total
 //       load scale score_scale
+//       calm = every row sees 16 keys of the first block
 //       if n > 0
 //         wait q_full
 //         wait k_full
@@ -72,7 +73,7 @@
 //           arrive q_empty
 //         arrive k_empty
 //         mask S, last_key
-//         online softmax S, m_ref, l_sum, alpha, score_scale
+//         softmax of a block by itself S, m_ref, l_sum, its reference up to 3 powers of two above the maximum
 //         pack P, S
 //         for j = n - 2 down to 0  [consumer.tiles.tile.steady]
 //           wait k_full
@@ -89,6 +90,7 @@
 //             pack E, S
 //             wait for O and P
 //             rescale O, alpha
+//             calm = no row's reference grew by more than 4 powers of two
 //           in the others
 //             add sums l_sum, part
 //             wait for O and P
@@ -472,8 +474,8 @@ __device__ __forceinline__ bool stale_softmax(u32 (&e)[N / 4], const float (&s)[
 }
 
 // One block of the online softmax (FlashAttention-2, algorithm 1), in powers of two. Elements i with i / 2 % 2 = r are of row r.
-// The reference becomes what the row's exponentials so far add up to, in whole powers of two, if that is more than the maximum and not more
-// than 3 above this block's.
+// The reference becomes what the row's exponentials so far add up to, in whole powers of two, but at most 3 above this block's maximum, and never
+// less than it was or than that maximum.
 template <int N>
 __device__ __forceinline__ void online_softmax(float (&s)[N], float (&m)[2], float (&l)[2], float (&alpha)[2], float scale) {
   float top[2], sum[2], reference[2], whole[2];
@@ -712,6 +714,7 @@ attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ Tenso
       fill(O, 0.f);
       fill(m_ref, NEG_INF);
       fill(l_sum, 0.f);
+      // Whether every row sees 16 keys of the first block.
       bool calm = __all_sync(~0u, last_key[0] >= (n - 1) * 128 + 15 - lane % 4 * 2 && last_key[1] >= (n - 1) * 128 + 15 - lane % 4 * 2);
       if (n > 0) {
         mbarrier_wait(q_full + 8 * q.slot, q.phase);
@@ -740,6 +743,7 @@ attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ Tenso
             pack(E, S);
             wgmma_wait<0>(), pin(O);
             rescale(O, alpha);
+            // Whether no row's reference grew by more than 4 powers of two.
             calm = __all_sync(~0u, alpha[0] >= 0.0625f && alpha[1] >= 0.0625f);
           } else {
             l_sum[0] += part[0], l_sum[1] += part[1];

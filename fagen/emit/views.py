@@ -12,6 +12,7 @@ from ..plan.counts import copy_loads, scarce
 from ..plan.expr import Expr, as_expr, sym
 from ..plan.kernel import KernelPlan
 from ..plan.layout import ACC64, LAYOUTS, WARP
+from ..plan.text import calm_if
 from . import debug, trace, views_ladder, views_quantise, views_removal
 from .templates import Helpers, View, path
 
@@ -465,13 +466,13 @@ def _stale_softmax(s: st.StaleSoftmax, x: Scope) -> tuple[str, View]:
 
 def _calm(s: st.Calm, x: Scope) -> tuple[str, View]:
     if s.alpha is None:
-        values: View = {"var": s.var, "declare": "bool " if s.declare else "", "limits": None}
+        values: View = {"var": s.var, "declare": "bool " if s.declare else "", "limits": None, "why": calm_if(s)}
         if s.limits is not None:
             assert s.first_key is not None
             # Limits are relative to the thread's first column.
             values |= {"limits": x.parts(s.limits)[0], "last": x.c(s.first_key + (s.seen - 1) - ACC64.col_thread)}
         return "calm_start", values
-    return "calm", {"var": s.var, "alpha": x.parts(s.alpha)[0], "least": f"{s.least!r}f"}
+    return "calm", {"var": s.var, "alpha": x.parts(s.alpha)[0], "least": f"{s.least!r}f", "why": calm_if(s)}
 
 
 def _pack(s: st.Pack, x: Scope) -> tuple[str, View]:

@@ -44,7 +44,7 @@ POWER_CLOCK_MHZ, POWER_SHARE = 1510.0, 0.98
 by ncu). Power goes with the work times the clock's third power (voltage follows the clock), so the limit leaves this · (98 % / work)^(1/3)."""
 MAX_CLOCK_MHZ = 1980.0
 EIGHT_BIT_POWER = 1.75
-"""What an 8-bit product's clock in the tensor core draws beside a 16-bit one's; fitted to fa3_fp8."""
+"""What an 8-bit product's clock in the tensor core draws beside a 16-bit one's; fitted to the paper's FP8 (schedules/chain)."""
 ROUNDING = 2.0
 """SMs and DRAM overlap, but not perfectly: (a^p + b^p)^(1/p) instead of the larger."""
 

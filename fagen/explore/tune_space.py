@@ -23,7 +23,7 @@ WGMMA_AXES: dict[int, dict[str, tuple[Any, ...]]] = {
     256: {"consumers": (1, 2), "tile_kv": (32, 48, 64, 80, 96, 112), "stages": (1, 2, 3, (2, 3))},
 }
 """By head_dim, for 16-bit types. Larger blocks need more registers, of which each consumer has the fewer the more there are."""
-E4M3_TILE_KV: dict[int, tuple[int, ...]] = {64: (96, 128, 160, 192), 128: (96, 128, 160, 192, 224), 256: (64, 96, 128)}
+E4M3_TILE_KV: dict[int, tuple[int, ...]] = {64: (64, 96, 128, 160, 192), 128: (64, 96, 128, 160, 192, 224), 256: (64, 96, 128)}
 SOFTMAX_AXES: dict[str, tuple[Any, ...]] = {
     "overlap": ("none", "within", "pingpong", "both"),
     "reference": ("running", "stale"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from .expr import Expr
@@ -11,6 +12,7 @@ from .steps import (
     Arrive,
     Body,
     Break,
+    Calm,
     Copy,
     CpAsync,
     CpWait,
@@ -26,6 +28,7 @@ from .steps import (
     Mma,
     MmaWait,
     NArrive,
+    OnlineSoftmax,
     Opaque,
     Promote,
     RowPass,
@@ -45,7 +48,7 @@ from .steps import (
     step_fields,
 )
 
-SILENT = ("Let", "Var", "Set", "Advance", "Limits", "Fill", "Hold", "Calm")  # bookkeeping that would hide the shape of the loop
+SILENT = ("Let", "Var", "Set", "Advance", "Limits", "Fill", "Hold")  # bookkeeping that would hide the shape of the loop
 
 
 def loop_nest(kernel: KernelPlan) -> list[str]:
@@ -137,9 +140,21 @@ def describe(step: Step) -> str:
         return f"load scale {step.var}" + (f", block {step.block}" if step.block is not None else "")
     if isinstance(step, IntToFloat):
         return f"{step.dst} = {step.src} as float32"
+    if isinstance(step, OnlineSoftmax) and step.first:
+        lift = f", its reference up to {step.lift} powers of two above the maximum" if step.lift else ""
+        return f"softmax of a block by itself {step.s}, {step.m}, {step.l}{lift}"
+    if isinstance(step, Calm):
+        return f"{step.var} = {calm_if(step)}"
     if isinstance(step, Promote):
         return f"{step.total} += {step.o} in float32"
     words = [v for v in step_fields(step).values() if isinstance(v, str)]
     words += [v.smem for v in step_fields(step).values() if isinstance(v, Slot)]
     name = "".join((" " + c.lower()) if c.isupper() and i else c.lower() for i, c in enumerate(step.kind))
     return f"{name} {', '.join(words)}".rstrip()
+
+
+def calm_if(step: Calm) -> str:
+    """What makes it true, in a few words."""
+    if step.alpha is not None:
+        return f"no row's reference grew by more than {-math.log2(step.least):g} powers of two"
+    return f"every row sees {step.seen} keys of the first block" if step.limits is not None else "true"
