@@ -50,7 +50,7 @@ def chain(first: str, last: str) -> tuple[str, ...]:
     """The names from one built-in schedule to another, both included, in the order of the steps: chain("fa1", "fa2").
 
     InputError: no chain leads from `first` to `last`."""
-    steps = tuple(n for n in chain_names() if n.startswith(f"chain/{first}_to_{last}_"))
+    steps = tuple(n for n in chain_names() if re.match(rf"chain/{re.escape(first)}_to_{re.escape(last)}_\d", n))
     if not steps:
         ends = (re.fullmatch(r"chain/(.+)_to_(.+)_\d+_.+", n) for n in chain_names())
         known = sorted({f"{m[1]} → {m[2]}" for m in ends if m})

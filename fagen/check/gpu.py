@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -79,7 +80,8 @@ def check_gpu(
                 for message in worker.messages():
                     run.take(message, judges.submit)
             except guard.GuardError as failure:
-                run.finish()
+                with contextlib.suppress(BrokenExecutor):  # the hang is what counts
+                    run.finish()
                 raise _explained(failure, run, items, builts, seed, repeat, jitter, bundles) from failure
             run.finish()
     written = {}

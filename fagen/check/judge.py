@@ -22,6 +22,8 @@ from .items import with_reason
 
 FEW = 16
 """Cases below which starting processes takes longer than the work."""
+EXACT_SCORES = 1 << 16
+"""Scores of a problem up to which 8-bit products are simulated term by term, as the bounds assume; single values show the difference."""
 JUDGE_BYTES = 1 << 30
 """Memory that a process may come to need; 0.45 GB is what the largest of the standard cases takes."""
 _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -46,7 +48,8 @@ def pool(cases: int) -> Iterator[Executor]:
             yield executor
         except BrokenExecutor as e:
             raise HostError(
-                f"the system killed one of the {workers} processes that compute references; most often it is out of memory"
+                f"one of the {workers} processes that compute references ended before its work; if it printed no reason, the system killed it, most "
+                "often for want of memory"
             ) from e
         finally:
             executor.shutdown(wait=True, cancel_futures=True)
@@ -103,9 +106,10 @@ def judge_simulated(
     differs = ""
     try:
         if ctas is None:
-            out, lse = simulate(*given, seed=seed, **c.descales)
+            exact = problem.batch * problem.hq * problem.sq * problem.sk <= EXACT_SCORES
+            out, lse = simulate(*given, seed=seed, exact_sums=exact, **c.descales)
             for n in range(1, runs):
-                again = simulate(*given, seed=seed + n, **c.descales)
+                again = simulate(*given, seed=seed + n, exact_sums=exact, **c.descales)
                 if not differs and not all(np.array_equal(_bits(a), _bits(b)) for a, b in zip((out, lse), again)):
                     differs = f"interleaving {n + 1} gives other bits than the first"
         else:

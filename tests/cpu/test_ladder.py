@@ -367,6 +367,8 @@ def test_a_chain_changes_one_idea_a_step(first: str, last: str, steps: int) -> N
 def test_a_chain_that_does_not_exist() -> None:
     with pytest.raises(InputError, match="fa1 → fa2, fa2 → fa3, fa3 → fa3_fp8"):
         chain("fa1", "fa3")
+    with pytest.raises(InputError, match="fa3 → fa3_fp8"):
+        chain("fa3", "fa3")
     with pytest.raises(InputError, match="did you mean chain/fa1_to_fa2"):
         fagen.load("chain/fa1_to_fa2_2_q_outr")
 

@@ -59,7 +59,7 @@ def test_numpy(tmp_path: Path) -> None:
         given = np.ascontiguousarray(v.transpose(0, 2, 3, 1)) if v_transposed else v  # rows of 331 bytes: padded on the way
         for descales in ({}, make_descales(PROBLEM), {"q_descale": 0.5, "v_descale": -2}, {"k_descale": 0}):
             out, lse = kernel(q, k, given, **descales)
-            verdict = check(kernel.plan.attention, q, k, v, out, lse, **descales)
+            verdict = check(kernel.plan.attention, q, k, v, out, lse, schedule=kernel.plan.schedule, **descales)
             assert verdict.passed, verdict.reason
 
 
@@ -121,7 +121,7 @@ def test_descales_of_any_strides(torch: Any, layout: Any, v_transposed: bool) ->
         scales = make_descales(PROBLEM, seed=seed, layout=layout)
         given = {n: on_gpu(torch, x) for n, x in scales.items()}
         got = kernel(*device, **given)
-        verdict = check(kernel.plan.attention, *host, *(on_host(x) for x in got), **scales)
+        verdict = check(kernel.plan.attention, *host, *(on_host(x) for x in got), schedule=kernel.plan.schedule, **scales)
         assert verdict.passed, verdict.reason
         assert same(torch, got, kernel(*device, **{n: x.contiguous() for n, x in given.items()}))
 

@@ -1,6 +1,6 @@
 """Scores of 8-bit integers on a device: the check grid, the quantisers' bits, what integers cannot hold, calls through torch.
 
-Kernels come from FAGEN_TEST_KERNELS (`python -m tests.gpu.test_int8_gpu DIR` builds them) where this machine should not compile; those of
+Kernels come from FAGEN_TEST_KERNELS (`PYTHONPATH=tests/gpu python -m test_int8_gpu DIR` builds them) where this machine should not compile; those of
 `fagen.quantise` and `fagen.attention` are always compiled here.
 """
 

@@ -1,6 +1,6 @@
 """Scales of tensors, heads and blocks, and promotion, on a device: the check grid, arrays of every form, the error that is predicted.
 
-Kernels come from FAGEN_TEST_KERNELS (`python -m tests.gpu.test_scales_gpu DIR` builds them) where this machine should not compile.
+Kernels come from FAGEN_TEST_KERNELS (`PYTHONPATH=tests/gpu python -m test_scales_gpu DIR` builds them) where this machine should not compile.
 """
 
 from __future__ import annotations
