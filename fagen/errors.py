@@ -80,7 +80,7 @@ class LaunchError(FagenError):
 
 
 class HostError(FagenError):
-    """The system ended a process that works for fagen; most often for want of memory."""
+    """A process that works for fagen ended before its work; most often the system killed it for want of memory."""
 
     exit_code = 1
 

@@ -474,8 +474,8 @@ __device__ __forceinline__ bool stale_softmax(u32 (&e)[N / 4], const float (&s)[
 }
 
 // One block of the online softmax (FlashAttention-2, algorithm 1), in powers of two. Elements i with i / 2 % 2 = r are of row r.
-// The reference becomes what the row's exponentials so far add up to, in whole powers of two, but at most 3 above this block's maximum, and never
-// less than it was or than that maximum.
+// The reference becomes what the row's exponentials so far add up to, in whole powers of two, but at most 3 above this block's
+// maximum, and never less than it was or than that maximum.
 template <int N>
 __device__ __forceinline__ void online_softmax(float (&s)[N], float (&m)[2], float (&l)[2], float (&alpha)[2], float scale) {
   float top[2], sum[2], reference[2], whole[2];

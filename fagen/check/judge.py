@@ -33,7 +33,7 @@ _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 def pool(cases: int) -> Iterator[Executor]:
     """An executor for `cases` judgements: a process for each core that this one may use, as far as there is memory for them.
 
-    Leaving it early (an error, Ctrl-C) drops what has not begun. HostError if the system kills one of the processes.
+    Leaving it early (an error, Ctrl-C) drops what has not begun. HostError if one of the processes ends before its work.
     """
     workers = min(len(os.sched_getaffinity(0)), cases, max(1, available_bytes() // JUDGE_BYTES))
     few = cases < FEW or workers < 2

@@ -1177,6 +1177,9 @@ def test_the_report_of_a_grid_ends_with_its_means(lab, kernel_folder, capsys):
 def test_parts_stand_beside_the_whole():
     """Of the schedules with precision only, in the same case as other schedules for the same tensors."""
     path = str(Path(fagen.__file__).parents[1] / "benchmarks" / "fp8_quantised.py")
+    for head_dim in (64, 128, 256):
+        own = fagen.load("fa3_fp8", head_dim=head_dim).schedule
+        assert fagen.load(path, head_dim=head_dim).schedule == own.replace(precision="e4m3", hadamard=True), "it says so"
     found = kernels("fa3", path, grid="paper")
     cases = needed.cases(found, [("d", n.item.name) for n in found], parts=True)
     assert len(cases) == 36

@@ -195,7 +195,7 @@ def q01_inputs():
     return (cast(x.astype(np.float32), "e4m3") for x in (q, k, v))
 
 
-@pytest.mark.parametrize("name", ["reference", "fa3_fp8"])
+@pytest.mark.parametrize("name", ["reference", PAPER_FP8])
 @pytest.mark.parametrize("tile_kv", [64, 96, 128, 224])
 def test_q01(name, tile_kv):
     """The maximum rises by 2.5 log2 e = 3.6 powers of two at key 128, in a later block than the first or in the same one."""
@@ -208,12 +208,14 @@ def test_q01(name, tile_kv):
     np.testing.assert_allclose(flipped, 0.9241, atol=1e-4)
 
 
-@pytest.mark.parametrize("fuse_tiles", [False, True])
-@pytest.mark.parametrize("tile_kv", [32, 64, 96, 128, 160])
-def test_q01_under_a_stale_reference(tile_kv, fuse_tiles):
+STALE = [{"tile_kv": kv, "reference": "stale", "fuse_tiles": fused} for kv, fused in product((32, 64, 96, 128, 160), (False, True))]
+
+
+@pytest.mark.parametrize(("name", "change"), [("fa3_fp8", {}), *((PAPER_FP8, change) for change in STALE)], ids=str)
+def test_q01_under_a_stale_reference(name, change):
     """The report itself: P is a power of a maximum that lags. It must still fit e4m3."""
     q, k, v = q01_inputs()
-    a, s = load(PAPER_FP8, scale=2.0**-7, tile_kv=tile_kv, reference="stale", fuse_tiles=fuse_tiles)
+    a, s = load(name, scale=2.0**-7, **change)
     out, lse = simulate(a, s, q, k, v)
     np.testing.assert_allclose(out.astype(float), 1 / (1 + np.exp(-2.5)), rtol=2**-8)
     np.testing.assert_allclose(lse, 2.5 + np.log(128 * (1 + np.exp(-2.5))), rtol=1e-5)

@@ -84,6 +84,14 @@ def test_the_simulator_judges_every_problem_in_order() -> None:
     assert sorted(seen, key=lambda r: r.seed) == results
 
 
+@pytest.mark.parametrize(("head_dim", "seed"), [(64, 33000), (256, 3000)])
+def test_a_single_key_is_held_to_sums_as_exact_as_its_bound(head_dim: int, seed: int) -> None:
+    """Its score is all of lse. With these seeds it differs by more than the bound from what coarser sums of e4m3 products give."""
+    attention, schedule = load("fa3_fp8", head_dim=head_dim)
+    (result,) = check_cpu([Item("fa3_fp8", attention, schedule, (CheckProblem(1, 1, 1, 2, 1),))], seed=seed)
+    assert result.verdict.passed, result.verdict.reason
+
+
 def test_large_problems_are_sampled(monkeypatch: pytest.MonkeyPatch) -> None:
     attention, schedule = load("fa2", head_dim=64)
     monkeypatch.setattr(check_cpu_module, "MOST_TILES", 3)

@@ -32,6 +32,13 @@ HERE = Path(__file__).parent
 # what is tried ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("name", ["fa3", "fa3_fp8"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_the_built_in_schedules_blocks_are_among_what_is_tried(name: str, head_dim: int) -> None:
+    attention, schedule = load(name, head_dim=head_dim)
+    assert schedule.tile_kv in default_axes(attention, schedule)["tile_kv"]
+
+
 @cache
 def space_of(name: str, head_dim: int, mask: str = "full") -> tuple[Attention, Schedule, Space]:
     """The default space: some thousand schedules looked at."""

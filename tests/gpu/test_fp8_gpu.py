@@ -219,7 +219,7 @@ def test_the_layout_of_v_changes_rounding_only(torch: Any) -> None:
     """The keys of a product stand in another order."""
     results = []
     for v_transposed in (False, True):
-        kernel = make(v_transposed=v_transposed, overlap="both")
+        kernel = make(v_transposed=v_transposed, overlap="both")  # names a knob, so that both are of the paper's form
         _, device = tensors(torch, kernel)
         results.append(kernel(*device))
     (out, lse), (out_t, lse_t) = results
