@@ -6,6 +6,7 @@ sequences cost little. `fagen check` is the thorough one; this keeps a wrong fun
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy.typing as npt
 
 from ..attention import Attention
 from ..interop.arrays import FRAMEWORK_NAMES
-from ..oracle.baseline import largest_weight, score_step_of
+from ..oracle.baseline import farthest, largest_weights, score_step_of
 from ..oracle.compare import Verdict, compare
 from ..oracle.numeric import E4M3_DEPTH, E4M3_SUM_BITS
 from ..oracle.yardstick import quantiser_of
@@ -68,11 +69,13 @@ def expected(
         rows_q, keys_k, keys_v = (t.double() for t in (q[b, index, h], k[b, :, h // group], v[b, :, h // group]))
         reference.append(_exact(torch, attention, rows_q, keys_k, keys_v, hidden))
         rows_q, keys_k, keys_v = (t.float() for t in (of_q[b, index, h], of_k[b, :, h // group], of_v[b, :, h // group]))
-        out, lse = _rounded(torch, inner, rows_q, keys_k, keys_v, hidden, largest_weight(inner, schedule))
-        baseline.append((out, lse if shift is None else lse + shift[b, h, index]))
+        outs, lse = _rounded(torch, inner, rows_q, keys_k, keys_v, hidden, largest_weights(inner, schedule))
+        baseline.append((outs, lse if shift is None else lse + shift[b, h, index]))
     q_top, k_top = (t.float().abs().amax(dim=(0, 1, 2)) for t in (of_q, of_k))
     step = score_step_of(inner, float((q_top * k_top).max()))
-    return Expected(batches, heads, rows, _stack(torch, reference), _stack(torch, baseline), attention.output_dtype, step)
+    exact, (outs, lse) = _stack(torch, reference), _stack(torch, baseline)
+    nearly = farthest(outs.transpose(1, 0, *range(2, outs.ndim)), exact[0]), lse
+    return Expected(batches, heads, rows, exact, nearly, attention.output_dtype, step)
 
 
 def judge(torch: Any, want: Expected, out: Any, lse: Any | None) -> Verdict:
@@ -107,8 +110,10 @@ def _exact(torch: Any, attention: Attention, q: Any, k: Any, v: Any, hidden: Any
     return p @ v, lse
 
 
-def _rounded(torch: Any, attention: Attention, q: Any, k: Any, v: Any, hidden: Any | None, p_scale: float) -> tuple[Any, Any]:
-    """The baseline: float32 scores and sums, P (times `p_scale`) and the output rounded to their types."""
+def _rounded(
+    torch: Any, attention: Attention, q: Any, k: Any, v: Any, hidden: Any | None, weights: Sequence[float]
+) -> tuple[Any, Any]:
+    """The baseline: float32 scores and sums, P (times each of `weights`) and the outputs (len(weights), …) rounded to their types."""
     p_type, out_type = (getattr(torch, FRAMEWORK_NAMES[t]) for t in (attention.value_dtype, attention.output_dtype))
     s = _tensor_core(torch, attention.dtype, q, k.T) * attention.softmax_scale
     s = s if hidden is None else s.masked_fill(hidden, float("-inf"))
@@ -116,10 +121,11 @@ def _rounded(torch: Any, attention: Attention, q: Any, k: Any, v: Any, hidden: A
     blind = torch.isneginf(top)
     p = torch.exp(s - top.masked_fill(blind, 0.0))
     total = p.sum(dim=1, keepdim=True)
-    out = _tensor_core(torch, attention.value_dtype, (p * p_scale).to(p_type).float(), v) / (total * p_scale).masked_fill(
-        blind, 1.0
-    )
-    return out.to(out_type), (top + torch.log(total)).squeeze(1)
+    outs = [
+        _tensor_core(torch, attention.value_dtype, (p * w).to(p_type).float(), v) / (total * w).masked_fill(blind, 1.0)
+        for w in weights
+    ]
+    return torch.stack(outs).to(out_type), (top + torch.log(total)).squeeze(1)
 
 
 def _tensor_core(torch: Any, dtype: str, a: Any, b: Any) -> Any:
@@ -134,7 +140,9 @@ def _tensor_core(torch: Any, dtype: str, a: Any, b: Any) -> Any:
 
 
 def _stack(torch: Any, parts: list[tuple[Any, Any]]) -> tuple[Array, Array]:
-    return _numpy(torch.stack([out for out, _ in parts]))[:, :, None], _numpy(torch.stack([lse for _, lse in parts]))[:, None]
+    """Of all pairs: out (pairs, …, rows, 1, head_dim_v) and lse (pairs, 1, rows)."""
+    out, lse = (_numpy(torch.stack(x)) for x in zip(*parts))
+    return out[..., None, :], lse[:, None]
 
 
 def _numpy(x: Any) -> Array:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,14 +19,32 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-def largest_weight(attention: Attention, schedule: Schedule | None) -> float:
-    """What a row's largest weight is where it is rounded to P's type. In e4m3 about 2^8, the most that leaves the row's small weights as far
-    as they go, whatever range a kernel leaves them: a bound must see what is lost of it. Against a running maximum it is a power of two,
-    which nothing is lost of; against a stale one it is any number, here one that rounding changes by half of the most."""
+def largest_weights(attention: Attention, schedule: Schedule | None) -> tuple[float, ...]:
+    """What a row's largest weight may be where it is rounded to P's type. In e4m3 about 2^8, the most that leaves the row's small weights as
+    far as they go, whatever range a kernel leaves them: a bound must see what is lost of it. Against a running maximum it is a power of two,
+    which nothing is lost of; against a stale one it is any number, here two that rounding changes by half of the most, down and up: one alone
+    may happen to cancel what was lost of the values."""
     scale = E4M3_P_SCALE if attention.value_dtype == "e4m3" else 1.0
     if schedule is None or schedule.reference == "running":
-        return scale
-    return scale * (1 + half_step(attention.value_dtype) / 2)
+        return (scale,)
+    half = half_step(attention.value_dtype)
+    return scale * (1 + half / 2), scale * (1 + 3 * half / 2)
+
+
+def farthest(outs: Array, reference: Array) -> Array:
+    """Of several outs (n, …) of baselines, in each place the one that is farthest from the reference; finite where any is."""
+    chosen: Array = outs[0]
+    for out in outs[1:]:
+        chosen = np.where(_finite_error(out, reference) > _finite_error(chosen, reference), out, chosen)
+    return chosen
+
+
+def _finite_error(x: Array, reference: Array) -> Array:
+    """How far off each element is; −1 where that is no number."""
+    with np.errstate(invalid="ignore"):
+        error: Array = np.abs(x.astype(np.float64) - reference)
+    error[~np.isfinite(error)] = -1.0
+    return error
 
 
 def baseline(attention: Attention, q: Array, k: Array, v: Array, **descales: Unpack[Descales]) -> tuple[Array, F32]:
@@ -65,21 +84,27 @@ def score_step_of(attention: Attention, largest_term: float) -> float:
 
 
 def baseline_rows(
+    attention: Attention, q: Array, k: Array, v: Array, rows: npt.ArrayLike, **descales: Unpack[Descales]
+) -> tuple[Array, F32]:
+    """`baseline` for some query rows: out (batch, len(rows), heads, head_dim_v), lse (batch, heads, len(rows))."""
+    outs, lse = baselines_of(attention, q, k, v, rows, largest_weights(attention, None), **descales)
+    return outs[0], lse
+
+
+def baselines_of(
     attention: Attention,
     q: Array,
     k: Array,
     v: Array,
     rows: npt.ArrayLike,
-    schedule: Schedule | None = None,
+    weights: Sequence[float],
     **descales: Unpack[Descales],
 ) -> tuple[Array, F32]:
-    """`baseline` for some query rows: out (batch, len(rows), heads, head_dim_v), lse (batch, heads, len(rows)). `schedule`: whose
-    exponentials' reference it shares, see `largest_weight`."""
+    """`baseline_rows` for each of some `largest_weights`: outs (len(weights), batch, len(rows), heads, head_dim_v), and the one lse."""
     problem = problem_of(attention, q, k, v)
     scales = scales_of(attention, problem, descales)
     index = np.asarray(rows, np.int64)
-    p_scale = np.float32(largest_weight(attention, schedule))
-    out = np.zeros((problem.batch, len(index), problem.hq, attention.dv), np.float32)
+    outs = np.zeros((len(weights), problem.batch, len(index), problem.hq, attention.dv), np.float32)
     lse = np.full((problem.batch, problem.hq, len(index)), -np.inf, np.float32)
     with np.errstate(invalid="ignore", divide="ignore"):
         for block in row_blocks(attention, problem, q, k, v, index, np.float32, scales):
@@ -97,10 +122,10 @@ def baseline_rows(
             s -= np.where(blind, np.float32(0), m)
             p = np.exp(s, out=s)
             total = (p if share is None else p / share).sum(axis=2, keepdims=True)
-            p = rounded(p * p_scale, attention.value_dtype)
-            o = tensor_core(p.reshape(-1, p.shape[2]), block.v, attention.value_dtype).reshape(*p.shape[:2], -1) / np.where(
-                blind, np.float32(1), total * p_scale
-            )
-            out[block.batch, block.rows, block.heads] = o.transpose(1, 0, 2) * np.float32(block.out_scale)
+            for out, weight in zip(outs, np.asarray(weights, np.float32)):
+                w = rounded(p * weight, attention.value_dtype)
+                o = tensor_core(w.reshape(-1, w.shape[2]), block.v, attention.value_dtype).reshape(*w.shape[:2], -1)
+                o /= np.where(blind, np.float32(1), total * weight)
+                out[block.batch, block.rows, block.heads] = o.transpose(1, 0, 2) * np.float32(block.out_scale)
             lse[block.batch, block.heads, block.rows] = np.where(blind, np.float32(-np.inf), m + np.log(total))[..., 0]
-    return cast(out, attention.output_dtype), lse
+    return cast(outs, attention.output_dtype), lse

@@ -6,7 +6,8 @@
    + for e4m3, what the tensor core may cut off one score (`score_step`).
 
 The baseline (`baseline.py`) has the kernel's precision but neither its order of summation nor its approximate ex2 and lg2
-instructions: hence the factor 2, and the ulps for a baseline that happens to be exact. The tensor cores truncate where they
+instructions: hence the factor 2, and the ulps for a baseline that happens to be exact. A kernel with a stale reference has two baselines, of
+which the one counts that is farther off in an element (`baseline.largest_weights`). The tensor cores truncate where they
 add, with an error that goes with the largest scores: hence lse's bound at the largest |lse|. Of e4m3 they keep few bits, and how they
 cut is known only nearly: with a few scores the baseline may happen to cut off less, hence the step.
 """

@@ -12,7 +12,7 @@ from ..attention import Attention
 from ..descales import Descales
 from ..plan.precision import attended, granularity
 from ..schedule import Schedule
-from .baseline import baseline_rows, score_step
+from .baseline import baselines_of, farthest, largest_weights, score_step
 from .numeric import Array
 from .quantise import Quantiser, lse_shift, quantise
 from .reference import reference_rows
@@ -54,12 +54,12 @@ def yardstick(
     reference = reference_rows(attention, q, k, v, rows, **descales)
     quantiser = None if schedule is None else quantiser_of(schedule)
     if schedule is None or quantiser is None:
-        baseline = baseline_rows(attention, q, k, v, rows, schedule, **descales)
-        return Yardstick(reference, baseline, score_step(attention, q, k, **descales))
+        outs, lse = baselines_of(attention, q, k, v, rows, largest_weights(attention, schedule), **descales)
+        return Yardstick(reference, (farthest(outs, reference[0]), lse), score_step(attention, q, k, **descales))
     inner, _ = attended(attention, schedule)
     quantised = quantise(q, k, v, quantiser)
     of_q, of_k, of_v = quantised.dequantised()
-    out, lse = baseline_rows(inner, of_q, of_k, of_v, rows, schedule)
+    outs, lse = baselines_of(inner, of_q, of_k, of_v, rows, largest_weights(inner, schedule))
     if quantised.k_mean is not None:
         lse += lse_shift(q[:, np.asarray(rows, np.int64)], quantised.k_mean, attention.softmax_scale)
-    return Yardstick(reference, (out, lse), score_step(inner, of_q, of_k))
+    return Yardstick(reference, (farthest(outs, reference[0]), lse), score_step(inner, of_q, of_k))

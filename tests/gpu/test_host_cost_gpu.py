@@ -1,4 +1,8 @@
-"""What a call costs the host, by calls per second on a tiny problem: the goal is 10 µs. Prints what it found, and where the time goes."""
+"""What a call costs the host, by calls per second on a tiny problem: the goal is 10 µs. Prints what it found, and where the time goes.
+
+How fast a host is differs by a factor of two, between machines and between minutes of one. So the goal is for the machine that it was set on, and in
+proportion to what a call cannot do without, an allocation and a launch, elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +21,8 @@ from fagen.torch_calls import ReadyCall, key_of
 pytestmark = pytest.mark.gpu
 
 GOAL = 10e-6
+YARDSTICK = 6.4e-6
+"""Seconds of torch.empty and cuLaunchKernelEx together on the machine that the goal was set on."""
 ROUNDS, CALLS = 30, 200
 """Few enough calls that the queue to the GPU never fills: then a call would wait for a kernel."""
 
@@ -51,26 +57,39 @@ def ways(kernel: Any, tensors: tuple[Any, ...]) -> Calls:
     }
 
 
-def measure(torch: Any, call: Callable[[], Any]) -> tuple[float, float]:
-    """Seconds a call: the best of many rounds, since other processes of the machine only ever add to it, and the median."""
-    call()
-    times = []
+def measure(torch: Any, *calls: Callable[[], Any]) -> list[list[float]]:
+    """Seconds of each call, in every one of many rounds, fastest first; the calls take turns, so that all see the same machine."""
+    times: list[list[float]] = [[] for _ in calls]
+    for call in calls:
+        call()
     for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(CALLS):
-            call()
-        times.append((time.perf_counter() - start) / CALLS)
-    return min(times), sorted(times)[ROUNDS // 2]
+        for call, of in zip(calls, times):
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                call()
+            of.append((time.perf_counter() - start) / CALLS)
+    return [sorted(of) for of in times]
 
 
-def test_a_call_costs_the_host_less_than_ten_microseconds(torch: Any, ways: Calls, capsys: pytest.CaptureFixture[str]) -> None:
-    best = {}
-    for name, call in ways.items():
-        best[name], median = measure(torch, call)
-        with capsys.disabled():
-            print(f"\n{name}: {1e6 * best[name]:.2f} µs a call at best, {1e6 * median:.2f} at the median", end="")
-    assert all(t < GOAL for t in best.values()), best
+def best_of(torch: Any, calls: Calls) -> dict[str, float]:
+    """The best of the rounds of each, since other processes of the machine only ever add to it."""
+    return {name: of[0] for name, of in zip(calls, measure(torch, *calls.values()))}
+
+
+def test_a_call_costs_the_host_less_than_ten_microseconds(
+    torch: Any, kernel: Any, tensors: tuple[Any, ...], ways: Calls, capsys: pytest.CaptureFixture[str]
+) -> None:
+    of_all = parts(torch, kernel, tensors)
+    yard = {name: of_all[name] for name in ("  cuLaunchKernelEx", "(torch.empty of out instead)")}
+    times = dict(zip([*ways, *yard], measure(torch, *ways.values(), *yard.values())))
+    slower = max(1.0, sum(times[name][0] for name in yard) / YARDSTICK)
+    with capsys.disabled():
+        for name in ways:
+            of = times[name]
+            print(f"\n{name}: {1e6 * of[0]:.2f} µs a call at best, {1e6 * of[ROUNDS // 2]:.2f} at the median", end="")
+        print(f"\nThis host is {slower:.2f} times as slow as the one of the goal: {1e6 * GOAL * slower:.1f} µs.", end=" ")
+    assert {name: of[0] for name, of in times.items() if name in ways and of[0] >= GOAL * slower} == {}
 
 
 def parts(torch: Any, kernel: Any, tensors: tuple[Any, ...]) -> Calls:
@@ -128,10 +147,11 @@ def test_where_the_time_goes(
     torch: Any, kernel: Any, tensors: tuple[Any, ...], ways: Calls, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A table to read; all that is asked for is that the parts of a call are no more than the call."""
-    found = {name: measure(torch, call)[0] for name, call in parts(torch, kernel, tensors).items()}
+    name = "Kernel(q, k, v, out, lse)"
+    found = best_of(torch, {**parts(torch, kernel, tensors), name: ways[name]})
+    whole = found.pop(name)
     with capsys.disabled():
         print()
         for name, seconds in found.items():
             print(f"{1e6 * seconds:8.2f} µs  {name}")
-    whole, _ = measure(torch, ways["Kernel(q, k, v, out, lse)"])
     assert found["  cuLaunchKernelEx"] < found["launch of a bound call, same addresses"] < whole
