@@ -14,6 +14,7 @@ import numpy as np
 
 from ..attention import Attention
 from ..errors import HostError, LaunchError
+from ..host import available_bytes, cores
 from ..oracle import CheckProblem, Verdict, check, compare, make_case, sample_rows, simulate, simulate_sample
 from ..oracle.numeric import DTYPES, Array
 from ..oracle.yardstick import yardstick
@@ -35,7 +36,7 @@ def pool(cases: int) -> Iterator[Executor]:
 
     Leaving it early (an error, Ctrl-C) drops what has not begun. HostError if one of the processes ends before its work.
     """
-    workers = min(len(os.sched_getaffinity(0)), cases, max(1, available_bytes() // JUDGE_BYTES))
+    workers = min(cores(), cases, max(1, available_bytes() // JUDGE_BYTES))
     few = cases < FEW or workers < 2
     # Workers start one by one as work comes, and read these when they import NumPy.
     with _environment({} if few else dict.fromkeys(_ONE_THREAD, "1")):
@@ -53,12 +54,6 @@ def pool(cases: int) -> Iterator[Executor]:
             ) from e
         finally:
             executor.shutdown(wait=True, cancel_futures=True)
-
-
-def available_bytes() -> int:
-    """Memory that processes can still take without swapping: MemAvailable of /proc/meminfo (proc(5))."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        return next(int(line.split()[1]) << 10 for line in file if line.startswith("MemAvailable:"))
 
 
 @contextlib.contextmanager

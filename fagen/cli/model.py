@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Sequence
 from datetime import datetime, timezone
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import InputError, LaunchError
+from ..host import cores
 from . import common
 from .bar import Bar
 
@@ -74,7 +74,7 @@ def command(
 
             check_device()
         with tempfile.TemporaryDirectory(prefix="fagen-model-") as scratch:
-            broken = {} if folder else _build(asked, place or scratch, jobs or os.cpu_count() or 1)
+            broken = {} if folder else _build(asked, place or scratch, jobs or cores())
             if build_only:
                 common.write(*(f"{n}: {why}" for n, why in broken.items()))
                 common.write(f"{len(asked) - len(broken)} kernels compiled into {build_only}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..errors import InputError
+from ..host import cores
 from . import common
 from .bar import Bar
 from .tune_options import parse_axes, parse_budget, problems_of, write_file
@@ -114,7 +114,7 @@ class _Tune:
         self.budget = None if budget is None else parse_budget(budget)
         self.axes = parse_axes(over)
         self.exclude_known, self.keep, self.rounds, self.seed = exclude_known, keep, rounds, seed
-        self.store, self.resume, self.cluster, self.jobs = store, resume, cluster, jobs or os.cpu_count() or 1
+        self.store, self.resume, self.cluster, self.jobs = store, resume, cluster, jobs or cores()
         self.build_only, self.folder, self.table, self.output, self.as_json = build_only, folder, table, output, as_json
         self._refuse_clashes(over)
         self.seconds: dict[str, float] = {}
