@@ -30,38 +30,40 @@ def cores() -> int:
 
 def available_bytes() -> int:
     """Memory that processes can still take without swapping: MemAvailable of /proc/meminfo (proc(5)), and what the control groups' limits
-    leave, whose caches of files count as free."""
+    leave; what of a group's memory caches files counts as free."""
     lines = (line.partition(":") for line in (PROC / "meminfo").read_text(encoding="ascii").splitlines())
     found = [int(value.removesuffix("kB")) << 10 for name, _, value in lines if name == "MemAvailable"]
     for folder in _groups("memory"):
-        for limit, used, cache in (
-            ("memory.max", "memory.current", "inactive_file"),
-            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+        for limit, used, prefix in (
+            ("memory.max", "memory.current", ""),
+            ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
         ):
             most, now = _text(folder / limit), _text(folder / used)
             if most.isdigit() and now.isdigit():  # "max": no limit
-                stat = dict(line.split() for line in _text(folder / "memory.stat").splitlines())
-                found.append(max(0, int(most) - int(now) + int(stat.get(cache, 0))))
+                stat = dict(line.split(maxsplit=1) for line in _text(folder / "memory.stat").splitlines())
+                files = sum(int(stat.get(f"{prefix}{name}_file", 0)) for name in ("active", "inactive"))
+                found.append(max(0, int(most) - int(now) + files))
     return min(found)
 
 
 def _groups(controller: str) -> Iterator[Path]:
-    """The folders of this process's control group and of those above it that hold files of the controller, in either version."""
+    """The folders of this process's control group and of those above it that may hold files of the controller, in either version."""
     for line in _text(PROC / "self" / "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            top = GROUPS
+            tops = [GROUPS, GROUPS / "unified"]
         elif controller in controllers.split(","):
-            top = GROUPS / controller
+            tops = [GROUPS / controller, GROUPS / controllers]
         else:
             continue
         inside = PurePosixPath(path.lstrip("/"))
-        yield from (top / part for part in (inside, *inside.parents) if (top / part).is_dir())
+        yield from (top / part for top in tops for part in (inside, *inside.parents))
 
 
 def _text(path: Path) -> str:
-    """What a file holds, "" where there is none: which files exist says which version, and which limits, a machine has."""
+    """What a file holds, "" where there is none or it is not for us: which files can be read says which version, and which limits, a
+    machine has."""
     try:
-        return path.read_text(encoding="ascii").strip()
-    except FileNotFoundError:
+        return path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError:
         return ""

@@ -26,7 +26,7 @@ FEW = 16
 EXACT_SCORES = 1 << 16
 """Scores of a problem up to which 8-bit products are simulated term by term, as the bounds assume; single values show the difference."""
 JUDGE_BYTES = 1 << 30
-"""Memory that a process may come to need; 0.45 GB is what the largest of the standard cases takes."""
+"""Memory that a process may come to need; 0.85 GiB is what the largest of the standard cases takes, at head_dim 256."""
 _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 

@@ -732,6 +732,34 @@ def test_verification_on_the_cpu_of_torch(dtype, mask):
     assert "1 NaN" in verify.judge(torch, want, unwritten, lse).reason, "wherever it is"
 
 
+@pytest.mark.parametrize("mask", ["full", "causal"])
+@pytest.mark.parametrize("changes", [{"dtype": "int8"}, {"dtype": "fp16", "precision": "int8", "hadamard": True}], ids=str)
+def test_verification_has_the_baselines_of_fagen_check(changes, mask):
+    """Both of a stale reference: bit for bit where the tensor core's sums of scores are exact."""
+    torch = pytest.importorskip("torch", reason="torch is not installed")
+    from fagen.explore import verify
+    from fagen.oracle import make_inputs
+    from fagen.oracle.yardstick import yardstick
+
+    attention, schedule = fagen.load("fa3_fp8", head_dim=64, mask=mask, **changes)
+    p = Problem(1, 60, 300, 4, 2)
+    arrays = make_inputs(attention, p, seed=5)
+    kinds = {"int8": torch.int8, "fp16": torch.float16, "e4m3": torch.float32}
+    q, k, v = (
+        torch.tensor(x.astype("float32")).to(kinds[t]) for x, t in zip(arrays, (attention.dtype,) * 2 + (attention.value_dtype,))
+    )
+    got = verify.expected(torch, attention, p, q, k, v, 0, schedule)
+    want = yardstick(attention, *arrays, got.rows, schedule)
+    (exact,), (nearly,) = (
+        want.reference[0].transpose(0, 2, 1, 3)[:, :, :, None],
+        want.baseline[0].transpose(0, 2, 1, 3)[:, :, :, None],
+    )
+    assert abs(got.reference[0] - exact).max() < 1e-12
+    assert (got.baseline[0] == nearly.astype("float32")).mean() > 0.99
+    alone = verify.expected(torch, attention, p, q, k, v, 0, schedule.replace(reference="running", overlap="within"))
+    assert (got.baseline[0] == alone.baseline[0]).mean() < 0.9
+
+
 # the watched process ------------------------------------------------------------------------------------------------------
 
 

@@ -10,16 +10,16 @@ import pytest
 from fagen import Attention, load, simulate
 from fagen.oracle import DTYPES, Verdict, baseline, check, compare, make_inputs, reference, sample_rows, ulp, yardstick
 from fagen.oracle.baseline import farthest, largest_weights, score_step
-from fagen.oracle.inputs import check_problems, make_case
+from fagen.oracle.inputs import CheckProblem, check_problems, make_case
 from fagen.plan.kernel import Problem
 
 
 def judge(got, ref, base=None, lse=(0.0,), ref_lse=(0.0,), dtype="bf16"):
-    """`compare` on flat lists: one batch and head, a row per lse entry."""
+    """`compare` on flat lists: one batch and head, a row per lse entry; too few for what is said of many."""
     rows = len(ref_lse)
     o, r, b = (np.array(x, float).reshape(1, rows, 1, -1) for x in (got, ref, ref if base is None else base))
     s, t = (np.array(x, float).reshape(1, 1, rows) for x in (lse, ref_lse))
-    return compare(o, s, reference=(r, t), baseline=(b, t), dtype=dtype)
+    return compare(o, s, reference=(r, t), baseline=(b, t), dtype=dtype, rms=False)
 
 
 @pytest.mark.parametrize(
@@ -184,3 +184,30 @@ def test_a_stale_reference_rounds_a_dominant_weight_up_too(seed, monkeypatch):
 def test_of_several_baselines_the_farthest_counts():
     outs = np.array([[1.0, 5.0, np.nan, np.inf, np.nan], [1.5, 4.0, 2.0, 3.0, np.nan]])
     np.testing.assert_array_equal(farthest(outs, np.array([1.0, 3.0, 1.0, 1.0, 1.0])), [1.5, 5.0, 2.0, 3.0, np.nan])
+
+
+@pytest.mark.parametrize(
+    ("changes", "scale"), [({}, 1.005), ({"dtype": "fp16"}, 1.0005), ({"dtype": "e4m3", "out_dtype": "bf16"}, 1.05)], ids=str
+)
+def test_what_is_a_little_wrong_everywhere_is_seen(changes, scale):
+    """A head whose values are all too large, by less than any single element tells."""
+    a, s = load("fa3_fp8" if changes.get("dtype") == "e4m3" else "fa3", head_dim=64, **changes)
+    c = make_case(a, s, CheckProblem(1, 128, 256, 4, 2), seed=3)
+    out, lse = simulate(a, s, c.q, c.k, c.given_v, **c.descales)
+    assert check(a, c.q, c.k, c.v, out, lse, schedule=s, **c.row_descales).passed
+    wrong = out.copy()
+    wrong[:, :, 2] = (out[:, :, 2].astype(np.float64) * scale).astype(out.dtype)
+    found = check(a, c.q, c.k, c.v, wrong, lse, schedule=s, **c.row_descales)
+    assert found.error_ratio < 1 and not found.passed
+    assert found.reason.startswith("out[0, :, 2]: the root mean square of its errors, ")
+
+
+def test_others_functions_are_judged_by_their_elements_alone():
+    want = np.linspace(1, 2, 4096).reshape(1, 64, 1, 64)
+    base, got, lse = want.copy(), want + 0.004, np.zeros((1, 1, 64))
+    base[0, 5, 0, 7] += 0.01
+    given = {"reference": (want, lse), "baseline": (base, lse), "dtype": "bf16"}
+    assert not compare(got, lse, **given).passed and compare(got, lse, **given, rms=False).passed
+    one = want.copy()
+    one[0, 3, 0, 3] += 0.004
+    assert compare(one, lse, **given | {"baseline": (want, lse)}).passed, "one element may be an ulp off"

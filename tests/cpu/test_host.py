@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,7 +31,12 @@ def write(root: Path, files: dict[str, str]) -> None:
 
 
 def v2(folder: str, cpu: str, most: str, now: int = 0, cache: int = 0) -> dict[str, str]:
-    files = {"cpu.max": cpu, "memory.max": most, "memory.current": str(now), "memory.stat": f"anon 1\ninactive_file {cache}"}
+    files = {
+        "cpu.max": cpu,
+        "memory.max": most,
+        "memory.current": str(now),
+        "memory.stat": f"anon 1\nactive_file {cache // 2}\ninactive_file {cache // 2}",
+    }
     return {f"groups/{folder}/{name}": text for name, text in files.items()}
 
 
@@ -53,7 +59,7 @@ def test_without_control_groups(machine: Path) -> None:
     ],
 )
 def test_a_containers_own_group_is_its_root(machine: Path, cpu: str, most: str, cores: int, available: int) -> None:
-    """3 GiB in use, one of which is files that can be dropped."""
+    """3 GiB in use, one of which caches files."""
     write(machine, {"proc/self/cgroup": "0::/", **v2("", cpu, most, 3 * GIB, GIB)})
     assert (host.cores(), host.available_bytes()) == (cores, available)
 
@@ -72,7 +78,32 @@ def test_a_path_that_is_not_there_is_that_of_another_root(machine: Path) -> None
 @pytest.mark.parametrize(("quota", "cores"), [("-1", 16), ("250000", 3)])
 def test_version_1(machine: Path, quota: str, cores: int) -> None:
     lines = "4:memory:/job\n3:cpu,cpuacct:/job\n2:pids:/job\n0::/job"
-    memory = {"limit_in_bytes": str(5 * GIB), "usage_in_bytes": str(2 * GIB), "stat": f"cache 7\ntotal_inactive_file {GIB}"}
+    memory = {
+        "limit_in_bytes": str(5 * GIB),
+        "usage_in_bytes": str(2 * GIB),
+        "stat": f"cache 7\ninactive_file 9\ntotal_inactive_file {GIB}",
+    }
     write(machine, {"proc/self/cgroup": lines, **{f"groups/memory/job/memory.{name}": text for name, text in memory.items()}})
     write(machine, {"groups/cpu/job/cpu.cfs_quota_us": quota, "groups/cpu/job/cpu.cfs_period_us": "100000"})
     assert (host.cores(), host.available_bytes()) == (cores, 4 * GIB)
+
+
+def test_what_cannot_be_read_limits_nothing(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that is closed to us under one that is not."""
+    write(machine, {"proc/self/cgroup": "0::/closed", **v2("closed", "100000 100000", str(GIB)), **v2("", "200000 100000", "max")})
+    read = Path.read_text
+
+    def closed(path: Path, *args: Any, **kwargs: Any) -> str:
+        if "closed" in path.parts:
+            raise PermissionError(13, "Permission denied", str(path))
+        return read(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "read_text", closed)
+    assert (host.cores(), host.available_bytes()) == (2, 32 * GIB)
+
+
+def test_names_of_groups_need_not_be_ascii(machine: Path) -> None:
+    write(machine, v2("", "200000 100000", str(4 * GIB), GIB))
+    (machine / "proc/self").mkdir()
+    (machine / "proc/self/cgroup").write_text("0::/größe\n", encoding="utf-8")
+    assert (host.cores(), host.available_bytes()) == (2, 3 * GIB)

@@ -1,7 +1,7 @@
 """What a call costs the host, by calls per second on a tiny problem: the goal is 10 µs. Prints what it found, and where the time goes.
 
-How fast a host is differs by a factor of two, between machines and between minutes of one. So the goal is for the machine that it was set on, and in
-proportion to what a call cannot do without, an allocation and a launch, elsewhere.
+How fast a host is differs, between machines and between days of one, for torch and the driver as for us. So the goal is for the machine that it was
+set on; on a slower one it grows in proportion to what two calls of others cost there, `torch.empty` and `cuLaunchKernelEx`, up to twice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ pytestmark = pytest.mark.gpu
 
 GOAL = 10e-6
 YARDSTICK = 6.4e-6
-"""Seconds of torch.empty and cuLaunchKernelEx together on the machine that the goal was set on."""
+"""Seconds of torch.empty (3.1) and cuLaunchKernelEx (3.3) together on the machine that the goal was set on."""
+MOST_SLOWER = 2.0
 ROUNDS, CALLS = 30, 200
 """Few enough calls that the queue to the GPU never fills: then a call would wait for a kernel."""
 
@@ -83,7 +84,7 @@ def test_a_call_costs_the_host_less_than_ten_microseconds(
     of_all = parts(torch, kernel, tensors)
     yard = {name: of_all[name] for name in ("  cuLaunchKernelEx", "(torch.empty of out instead)")}
     times = dict(zip([*ways, *yard], measure(torch, *ways.values(), *yard.values())))
-    slower = max(1.0, sum(times[name][0] for name in yard) / YARDSTICK)
+    slower = min(max(1.0, sum(times[name][0] for name in yard) / YARDSTICK), MOST_SLOWER)
     with capsys.disabled():
         for name in ways:
             of = times[name]
