@@ -1,7 +1,7 @@
 """What this process may take of its machine: cores and memory, as far as the scheduler, Linux's control groups (a container's limits) and
 other processes leave them.
 
-Control groups: cgroups(7); version 2: `cpu.max`, `memory.max`, `memory.current` and `memory.stat` of the kernel's cgroup-v2 guide; version 1:
+Control groups: cgroups(7); version 2: `cpu.max`, `memory.max`, `memory.high`, `memory.current` and `memory.stat` of the kernel's cgroup-v2 guide; version 1:
 `cpu.cfs_quota_us`, `memory.limit_in_bytes`, `memory.usage_in_bytes`. A container often sees its own group as the root: of the path that
 /proc/self/cgroup names, the groups above are read too, as far as they exist.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -30,12 +31,13 @@ def cores() -> int:
 
 def available_bytes() -> int:
     """Memory that processes can still take without swapping: MemAvailable of /proc/meminfo (proc(5)), and what the control groups' limits
-    leave; what of a group's memory caches files counts as free."""
-    lines = (line.partition(":") for line in (PROC / "meminfo").read_text(encoding="ascii").splitlines())
+    leave; what of a group's memory caches files counts as free. Without a number anywhere (Linux before 3.14), sys.maxsize."""
+    lines = (line.partition(":") for line in _text(PROC / "meminfo").splitlines())
     found = [int(value.removesuffix("kB")) << 10 for name, _, value in lines if name == "MemAvailable"]
     for folder in _groups("memory"):
         for limit, used, prefix in (
             ("memory.max", "memory.current", ""),
+            ("memory.high", "memory.current", ""),
             ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
         ):
             most, now = _text(folder / limit), _text(folder / used)
@@ -43,7 +45,7 @@ def available_bytes() -> int:
                 stat = dict(line.split(maxsplit=1) for line in _text(folder / "memory.stat").splitlines())
                 files = sum(int(stat.get(f"{prefix}{name}_file", 0)) for name in ("active", "inactive"))
                 found.append(max(0, int(most) - int(now) + files))
-    return min(found)
+    return min(found, default=sys.maxsize)
 
 
 def _groups(controller: str) -> Iterator[Path]:

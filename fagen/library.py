@@ -82,20 +82,35 @@ def load(source: str | Path, **changes: Any) -> Loaded:
 
 def _tiles(path: Path, names: dict[str, Any], attention: Attention, changes: dict[str, Any]) -> dict[str, Any]:
     """The tiles a schedule file gives for another head_dim, or for a head_dim and the types of the products (`Attention.products`)."""
+    tables: Any = names.get("tiles", {})
+    if not _are_tiles(tables):
+        raise InputError(
+            str(path), f"`tiles` must map a head_dim, or (head_dim, products), to fields of Schedule; it is {tables!r}"
+        )
     head_dim = changes.get("head_dim", attention.head_dim)
     types = {n: changes[n] for n in ("dtype", "v_dtype") if n in changes}
     products = changes.get("precision") or attention.replace(**types).products
     if (head_dim, products) == (attention.head_dim, attention.products):
         return {}
-    tables = names.get("tiles", {})
     other = head_dim != attention.head_dim
     wanted = ((head_dim, products), head_dim) if other else ((head_dim, products),)
-    tiles: Any = next((tables[key] for key in wanted if key in tables), {}) if isinstance(tables, dict) else None
-    if not isinstance(tiles, dict) or not set(tiles) <= set(Schedule.field_names()):
-        raise InputError(
-            str(path), f"`tiles` must map a head_dim, or (head_dim, products), to fields of Schedule; it is {tables!r}"
-        )
+    tiles: dict[str, Any] = next((tables[key] for key in wanted if key in tables), {})
     return tiles
+
+
+def _are_tiles(tables: object) -> bool:
+    """Whether all of it is what `tiles` of a schedule file may be, whether looked up or not."""
+    from .plan.rules import CHOICES, HEAD_DIMS
+
+    if not isinstance(tables, dict):
+        return False
+    for key, tiles in tables.items():
+        head_dim, products = key if isinstance(key, tuple) and len(key) == 2 else (key, "int8_qk")
+        if type(head_dim) is not int or head_dim not in HEAD_DIMS or products not in (*CHOICES["dtype"], "int8_qk"):
+            return False
+        if not isinstance(tiles, dict) or not set(tiles) <= set(Schedule.field_names()):
+            return False
+    return True
 
 
 def _path(source: str | Path) -> Path:

@@ -37,7 +37,7 @@ def read_inputs(path: str | Path, attention: Attention, cast: bool = False) -> t
     A tensor of another dtype is an InputError unless `cast`; then it is rounded to nearest, and an InputError if a finite value
     becomes infinite or NaN. int8, whose values stand for multiples of a scale, is never converted. Shapes are checked by who uses them.
     """
-    arrays = read(path, ("q", "k", "v"))
+    arrays = read(path, ("q", "k", "v"), alone=True)
     q, k, v = (
         _as_dtype(path, name, arrays[name], attention.dtype_of(name), cast, _rule(attention, name)) for name in ("q", "k", "v")
     )
@@ -63,9 +63,9 @@ def read_descales(path: str | Path, attention: Attention, cast: bool = False) ->
     return typing.cast(Descales, found)
 
 
-def read(path: str | Path, names: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, Array]:
+def read(path: str | Path, names: tuple[str, ...], optional: tuple[str, ...] = (), alone: bool = False) -> dict[str, Array]:
     """Those tensors of a file, bf16 and e4m3 decoded; of the `optional` ones those that are there. InputError naming file and key if one
-    is missing, damaged or no tensor."""
+    is missing, damaged or no tensor; with `alone` also for an array that is neither one of them nor a descale."""
     try:
         with open(path, "rb") as file:
             loaded = np.load(file, allow_pickle=False)
@@ -75,6 +75,12 @@ def read(path: str | Path, names: tuple[str, ...], optional: tuple[str, ...] = (
                 missing = [n for n in names if n not in loaded.files]
                 if missing:
                     raise InputError(str(path), f"has no array {', '.join(missing)}; it has {', '.join(loaded.files) or 'none'}")
+                known = {*names, *optional, *DESCALES, *(f"{n}_dtype" for n in (*names, *optional))}
+                if alone and not known.issuperset(loaded.files):
+                    other = next(n for n in loaded.files if n not in known)
+                    raise InputError(
+                        str(path), f"has an array {other}, which means nothing; known are {', '.join((*names, *DESCALES))}"
+                    )
                 return {n: _decode(path, n, loaded) for n in (*names, *(n for n in optional if n in loaded.files))}
     except IsADirectoryError:
         raise InputError(str(path), "is a folder; expected an .npz file") from None

@@ -14,7 +14,19 @@ import click
 
 from ..errors import InputError
 from . import needed as need
-from .common import Progress, Selected, built, built_name, from_option, json_option, refusing, set_option, write, write_json
+from .common import (
+    Progress,
+    Selected,
+    built,
+    built_name,
+    from_option,
+    json_option,
+    refuse_beside,
+    refusing,
+    set_option,
+    write,
+    write_json,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -92,14 +104,16 @@ def command(
     the numbers come about. Exit code 1 if a schedule is wrong or could not be timed.
     """
     if files is not None:
-        others = {"SCHEDULE": schedules, "--from-results": from_results, "--output": output, "--plot": plot, "--markdown": markdown}
-        return _compare(files, fail_below, {**others, "--grid": grid, "--shape": shapes, "--from": folder}, as_json)
+        refuse_beside("--compare", "files", "fail_below", "as_json")
+        return _compare(files, fail_below, as_json)
     if fail_below is not None:
         raise InputError("--fail-below", "is about --compare; give that, too")
     if bool(schedules) == (from_results is not None):
         raise InputError(
             "SCHEDULE", "name schedules to time" if not schedules else "--from-results measures nothing; leave the schedules out"
         )
+    if from_results is not None:
+        refuse_beside("--from-results", "from_results", "output", "plot", "markdown", "as_json")
     if as_json and markdown:
         raise InputError("--markdown", "given beside --json; one of them is enough")
     from ..explore.bench_result import BenchSpec
@@ -163,12 +177,9 @@ def _measure(kernels: Sequence[need.Needed], spec: BenchSpec, folder: str | None
             )
 
 
-def _compare(files: tuple[str, str], fail_below: float | None, others: dict[str, Any], as_json: bool) -> int:
+def _compare(files: tuple[str, str], fail_below: float | None, as_json: bool) -> int:
     from .bench_compare import compare
 
-    given = next((name for name, value in others.items() if value), None)
-    if given is not None:
-        raise InputError(given, "given beside --compare, which measures nothing and takes two files")
     if fail_below is not None and not 0 < fail_below < math.inf:
         raise InputError("--fail-below", f"{fail_below:g}; a positive part of the old speed, such as 0.98")
     return compare(*files, fail_below, as_json)

@@ -29,7 +29,12 @@ if TYPE_CHECKING:
 @click.option("--grid", metavar="NAME", help="Of `tuned`: the kernels that `fagen bench tuned --grid NAME` needs (paper, ladder).")
 @common.from_option
 @click.option("--evidence", metavar="FILE", help="Write the results there, as evidence of this code (a JSON beside the .cu).")
-@click.option("--repeat", type=click.IntRange(1), default=1, help="Run every case so often; all runs must give the same bits.")
+@click.option(
+    "--repeat",
+    type=click.IntRange(1),
+    default=1,
+    help="Run every case so often; all runs must give the same bits. (On the CPU cases too large to simulate whole run once.)",
+)
 @click.option(
     "--jitter",
     type=click.IntRange(2),

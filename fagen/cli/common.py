@@ -56,6 +56,17 @@ class Selected:
     """The schedule is as the file gives it for this head_dim."""
 
 
+def refuse_beside(mode: str, *allowed: str) -> None:
+    """InputError for the first parameter of the running command that was given beside `mode`, an option with which only those of these names
+    (as Python has them) mean anything."""
+    context = click.get_current_context()
+    for param in context.command.params:
+        name = str(param.name)
+        if name not in allowed and context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+            shown = "/".join((*param.opts, *param.secondary_opts)) if isinstance(param, click.Option) else "SCHEDULE"
+            raise InputError(shown, f"given beside {mode}, which measures nothing")
+
+
 def parse_settings(settings: Sequence[str], causal: bool = False) -> dict[str, Any]:
     """`--set knob=value` … as field values; `causal`: the mask as well."""
 

@@ -66,6 +66,8 @@ def command(
     (item,) = common.select([schedule], settings, causal)
     if source and folder:
         raise InputError("--source", "is compiled, --from takes kernels that are compiled: give one of them")
+    if os.path.exists(input_) and os.path.exists(output) and os.path.samefile(input_, output):
+        raise InputError("--output", f"{output} is the input, which it would replace")
     where = common.choose_device(device)
     start = time.perf_counter()
     if where == "gpu":

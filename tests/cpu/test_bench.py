@@ -932,6 +932,8 @@ def lab(monkeypatch):
         (["fa3", "--plot", "ladder.jpeg"], r"--plot: ladder\.jpeg has none of the suffixes \.svg, \.png, \.pdf"),
         (["fa3", "--json", "--markdown"], "--markdown: given beside --json"),
         (["fa3", "--from-results", "x.json"], "--from-results measures nothing; leave the schedules out"),
+        (["--from-results", "x.json", "--vs", "none"], "--vs: given beside --from-results, which measures nothing"),
+        (["--from-results", "x.json", "--seed", "0"], "--seed: given beside --from-results"),
         (["fa3", "--parts"], "--parts: none of the schedules quantises"),
         ([], "SCHEDULE: name schedules to time"),
         (["--from-results", "/nowhere.json"], r"--from-results: /nowhere\.json cannot be read"),

@@ -528,6 +528,14 @@ def test_run_looks_at_the_output_before_it_works(output: str, fagen: Any, here: 
     assert answer.code == 2 and answer.err.splitlines()[-1].startswith(f"fagen: {output}: ")
 
 
+def test_run_does_not_replace_its_input(fagen: Any, here: Path) -> None:
+    save(here / "qkv.npz")
+    before = (here / "qkv.npz").read_bytes()
+    answer = fagen("run", "fa2", "--input", "qkv.npz", "--output", "./qkv.npz", "--device", "cpu", "--set", "head_dim=64")
+    assert answer.code == 2 and "--output: ./qkv.npz is the input" in answer.err
+    assert (here / "qkv.npz").read_bytes() == before
+
+
 def test_run_compiles_an_edited_source(here: Path, monkeypatch: pytest.MonkeyPatch, fagen: Any) -> None:
     """Up to the launch, which is played: the edited text is what is compiled, with the same plan."""
     from fagen.cli import run_command

@@ -101,6 +101,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     [
         (["fa3", "--compare", "a", "b"], "SCHEDULE: given beside --compare"),
         (["--compare", "a", "b", "--output", "c"], "--output: given beside --compare"),
+        (["--compare", "a", "b", "--full"], "--causal/--full: given beside --compare"),
+        (["--compare", "a", "b", "--rounds", "10"], "--rounds: given beside --compare"),
         (["--compare", "a", "b", "--fail-below", "0"], "--fail-below: 0; a positive part"),
         (["--compare", "/nowhere.json", "b"], "--compare: /nowhere.json cannot be read"),
         (["fa3", "--fail-below", "0.9"], "--fail-below: is about --compare"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,13 @@ def test_names_of_groups_need_not_be_ascii(machine: Path) -> None:
     (machine / "proc/self").mkdir()
     (machine / "proc/self/cgroup").write_text("0::/größe\n", encoding="utf-8")
     assert (host.cores(), host.available_bytes()) == (2, 3 * GIB)
+
+
+def test_what_slows_a_group_down_counts_as_its_limit(machine: Path) -> None:
+    write(machine, {"proc/self/cgroup": "0::/", **v2("", "max 100000", "max", GIB), "groups/memory.high": str(2 * GIB)})
+    assert host.available_bytes() == GIB
+
+
+def test_where_nothing_says_how_much_memory_there_is(machine: Path) -> None:
+    (machine / "proc/meminfo").write_text("MemTotal: 1024 kB\n", encoding="ascii")
+    assert host.available_bytes() == sys.maxsize

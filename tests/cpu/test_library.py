@@ -184,13 +184,22 @@ def test_a_type_of_the_products_takes_the_files_tiles() -> None:
     assert fagen.load(PAPER_FP8, dtype="bf16", precision="e4m3").schedule == own.replace(precision="e4m3")
 
 
-@pytest.mark.parametrize("text", ["tiles = 3", "tiles = {64: 3}", "tiles = {64: {'tile_qq': 3}}"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tiles = 3",
+        "tiles = {64: 3}",
+        "tiles = {64: {'tile_qq': 3}}",
+        "tiles = {'64': {'tile_q': 64}}",
+        "tiles = {(64, 'int9'): {'tile_q': 64}}",
+    ],
+)
 def test_bad_tiles_name_the_file(text: str, written: Write) -> None:
     path = written(GOOD.replace("head_dim=64", "head_dim=128") + f"{text}\n")
-    fagen.load(path)
-    with pytest.raises(InputError, match="tiles") as e:
-        fagen.load(path, head_dim=64)
-    assert e.value.argument == str(path)
+    for changes in ({}, {"head_dim": 64}):  # looked up or not
+        with pytest.raises(InputError, match="`tiles` must map a head_dim") as e:
+            fagen.load(path, **changes)
+        assert e.value.argument == str(path)
 
 
 @pytest.mark.parametrize(

@@ -316,7 +316,8 @@ def test_the_command_times_its_set(capsys: pytest.CaptureFixture[str], tmp_path:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--build-only", "x", "--from", "y"), "--from-results: --build-only and --from exclude one another"),
+        (("--build-only", "x", "--from", "y"), "--from-results: --from-results, --build-only and --from exclude one another"),
+        (("--from-results", "x.json", "--jobs", "2"), "--jobs: given beside --from-results, which measures nothing"),
         (("--output", "/nowhere/x.json"), "--output: /nowhere/x.json cannot be written"),
         (("--from-results", "/nowhere.json"), "/nowhere.json"),
     ],

@@ -72,6 +72,10 @@ DAMAGED = {
     "integers": ({"q": FP16.astype(np.int64), "k": FP16, "v": FP16}, "q is int64; expected a floating-point array"),
     "object array": ({"q": np.array([{}], object), "k": FP16, "v": FP16}, "array q cannot be read: "),
     "pickled name": ({"q": BITS, "q_dtype": np.array({}, object), "k": FP16, "v": FP16}, "array q cannot be read: "),
+    "misspelt": (
+        {"q": FP16, "k": FP16, "v": FP16, "qdescale": np.float32(2)},
+        "has an array qdescale, which means nothing; known are q, k, v, q_descale",
+    ),
     "nothing": ({}, "has no array q, k, v; it has none"),
 }
 

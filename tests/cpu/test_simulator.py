@@ -21,6 +21,7 @@ from fagen.oracle import (
     reference,
     simulate,
     simulate_sample,
+    simulator,
 )
 from fagen.plan import assemble
 from fagen.plan import steps as st
@@ -589,3 +590,19 @@ def test_bad_arguments_are_named():
         simulate(a, s, q, k, v[..., :32])
     with pytest.raises(ScheduleError):
         simulate(a, s.replace(tile_q=7), q, k, v)
+
+
+def test_no_more_ctas_are_resident_than_there_are(monkeypatch):
+    """Each of them is started: a billion of them took minutes, in kernels that quantise."""
+    engine, seen = simulator.Engine, []
+
+    def noting(kernel, scalars, memory, ctas, *, resident, seed):
+        seen.append((resident, len(ctas)))
+        return engine(kernel, scalars, memory, ctas, resident=resident, seed=seed)
+
+    monkeypatch.setattr(simulator, "Engine", noting)
+    a, s = load("fa3_fp8", dtype="bf16", precision="e4m3")
+    tensors = make_inputs(a, Problem(1, 70, 70, 2, 1), seed=1)
+    simulate(a, s, *tensors)
+    simulate_sample(a, s, *tensors, ctas=1)
+    assert len(seen) >= 4 and all(0 < resident <= ctas for resident, ctas in seen)

@@ -203,7 +203,7 @@ def _run_kernel(
     ctas: range | list[int] = range(launch.grid)
     if sample is not None and sample < launch.grid:
         ctas = sorted(random.Random(seed).sample(ctas, sample))
-    resident = min(num_sms, 2) if sample is not None else num_sms
+    resident = min(num_sms, 2 if sample is not None else len(ctas))
     Engine(kernel, scalar_env(kernel, launch), memory, ctas, resident=resident, seed=seed).run()
 
 
