@@ -203,7 +203,7 @@ def _run_kernel(
     ctas: range | list[int] = range(launch.grid)
     if sample is not None and sample < launch.grid:
         ctas = sorted(random.Random(seed).sample(ctas, sample))
-    resident = min(num_sms, 2 if sample is not None else len(ctas))
+    resident = min(num_sms if sample is None else 2, len(ctas))
     Engine(kernel, scalar_env(kernel, launch), memory, ctas, resident=resident, seed=seed).run()
 
 
