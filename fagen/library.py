@@ -102,11 +102,12 @@ def _are_tiles(tables: object) -> bool:
     """Whether all of it is what `tiles` of a schedule file may be, whether looked up or not."""
     from .plan.rules import CHOICES, HEAD_DIMS
 
+    known = (*CHOICES["dtype"], "int8_qk")  # as `Attention.products` has them
     if not isinstance(tables, dict):
         return False
     for key, tiles in tables.items():
-        head_dim, products = key if isinstance(key, tuple) and len(key) == 2 else (key, "int8_qk")
-        if type(head_dim) is not int or head_dim not in HEAD_DIMS or products not in (*CHOICES["dtype"], "int8_qk"):
+        head_dim, *products = key if isinstance(key, tuple) and key else (key,)
+        if type(head_dim) is not int or head_dim not in HEAD_DIMS or products not in ([], *([p] for p in known)):
             return False
         if not isinstance(tiles, dict) or not set(tiles) <= set(Schedule.field_names()):
             return False

@@ -21,7 +21,7 @@ from .common import (
     built_name,
     from_option,
     json_option,
-    refuse_beside,
+    refuse_given,
     refusing,
     set_option,
     write,
@@ -104,7 +104,7 @@ def command(
     the numbers come about. Exit code 1 if a schedule is wrong or could not be timed.
     """
     if files is not None:
-        refuse_beside("--compare", "files", "fail_below", "as_json")
+        refuse_given("given beside --compare, which measures nothing", but=("files", "fail_below", "as_json"))
         return _compare(files, fail_below, as_json)
     if fail_below is not None:
         raise InputError("--fail-below", "is about --compare; give that, too")
@@ -113,7 +113,8 @@ def command(
             "SCHEDULE", "name schedules to time" if not schedules else "--from-results measures nothing; leave the schedules out"
         )
     if from_results is not None:
-        refuse_beside("--from-results", "from_results", "output", "plot", "markdown", "as_json")
+        shown = ("from_results", "output", "plot", "markdown", "as_json")
+        refuse_given("given beside --from-results, which measures nothing", but=shown)
     if as_json and markdown:
         raise InputError("--markdown", "given beside --json; one of them is enough")
     from ..explore.bench_result import BenchSpec

@@ -85,10 +85,11 @@ def command(
     --shape) or on those of --input. On a GPU every row is also predicted by the simulator; exit 1 if the two differ by more than 10 %.
     """
     if accuracy:
-        refused = {"--variants": variants, "--grid": grid, "--evidence": evidence, "--jitter": jitter, "--repeat": repeat != 1}
-        _refuse(refused, "has no meaning beside --accuracy")
+        common.refuse_given("has no meaning beside --accuracy", "variants", "grid", "evidence", "jitter", "repeat")
         return _accuracy(schedules, settings, causal, shapes, device, folder, seed, timeout, input_, output, markdown, as_json)
-    _refuse({"--input": input_, "--output": output, "--markdown": markdown}, "has a meaning with --accuracy only")
+    common.refuse_given("has a meaning with --accuracy only", "input_", "output", "markdown")
+    if jitter is not None:
+        common.refuse_given("has no meaning beside --jitter, which says how often", "repeat")
     from ..check import parse_shape
 
     items = _select(schedules, settings, causal, variants, grid)
@@ -118,12 +119,6 @@ def command(
         for name, path in about.get("bundles", {}).items():
             common.note(f"{name}: repro bundle {path}")
     return int(bool(failed))
-
-
-def _refuse(options: dict[str, Any], reason: str) -> None:
-    for option, given in options.items():
-        if given:
-            raise InputError(option, reason)
 
 
 def _accuracy(

@@ -7,7 +7,7 @@ import difflib
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,15 +56,16 @@ class Selected:
     """The schedule is as the file gives it for this head_dim."""
 
 
-def refuse_beside(mode: str, *allowed: str) -> None:
-    """InputError for the first parameter of the running command that was given beside `mode`, an option with which only those of these names
-    (as Python has them) mean anything."""
+def refuse_given(reason: str, *names: str, but: Collection[str] = ()) -> None:
+    """InputError with this reason for the first parameter given on the running command's line that is one of `names` (none: any), and not one
+    of `but`. Names as Python has them; an option is refused whatever its value, its default too."""
     context = click.get_current_context()
     for param in context.command.params:
         name = str(param.name)
-        if name not in allowed and context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE:
+        given = context.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE
+        if given and (name in names or not names) and name not in but:
             shown = "/".join((*param.opts, *param.secondary_opts)) if isinstance(param, click.Option) else "SCHEDULE"
-            raise InputError(shown, f"given beside {mode}, which measures nothing")
+            raise InputError(shown, reason)
 
 
 def parse_settings(settings: Sequence[str], causal: bool = False) -> dict[str, Any]:

@@ -49,7 +49,7 @@ def command(
     if sum(map(bool, (results, build_only, folder))) > 1:
         raise InputError("--from-results", "--from-results, --build-only and --from exclude one another")
     if results:
-        common.refuse_beside("--from-results", "results", "output", "as_json")
+        common.refuse_given("given beside --from-results, which measures nothing", but=("results", "output", "as_json"))
     if output and (Path(output).is_dir() or not Path(output).absolute().parent.is_dir()):
         raise InputError("--output", f"{output} cannot be written: it is a folder, or lies in none")
     date = datetime.now(timezone.utc).date().isoformat()

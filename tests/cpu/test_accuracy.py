@@ -489,6 +489,7 @@ def test_tensors_of_a_file(dtype: str, tmp_path: Path, capsys: pytest.CaptureFix
         (["fa3_fp8", "--markdown"], "--markdown: has a meaning with --accuracy only"),
         (["fa3_fp8", "--accuracy", "--variants"], "--variants: has no meaning beside --accuracy"),
         (["fa3_fp8", "--accuracy", "--repeat", "2"], "--repeat: has no meaning beside --accuracy"),
+        (["fa3_fp8", "--jitter", "3", "--repeat", "2"], "--repeat: has no meaning beside --jitter"),
         (["fa3_fp8", "--accuracy", "--evidence", "x.json"], "--evidence: has no meaning beside --accuracy"),
         (["fa3_fp8", "--accuracy", "--markdown", "--json"], "--markdown: given beside --json"),
         (["fa3_fp8", "--accuracy", "--set", "promote_every=2"], "--set: promote_every is what --accuracy varies"),

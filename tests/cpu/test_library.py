@@ -192,6 +192,7 @@ def test_a_type_of_the_products_takes_the_files_tiles() -> None:
         "tiles = {64: {'tile_qq': 3}}",
         "tiles = {'64': {'tile_q': 64}}",
         "tiles = {(64, 'int9'): {'tile_q': 64}}",
+        "tiles = {(): {'tile_q': 64}}",
     ],
 )
 def test_bad_tiles_name_the_file(text: str, written: Write) -> None:
