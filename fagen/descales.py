@@ -37,8 +37,6 @@ class Descales(TypedDict, total=False):
 
 LARGEST = 3.4028234663852886e38
 """Of float32."""
-STANDS_FOR_ZERO = 2.0**-100
-"""What a kernel gets for a 0 of q or k: it multiplies masked scores, which are −inf, and 0 · −inf is NaN. Scores times this vanish."""
 
 
 def refuse_unless_8_bit(attention: Attention, given: dict[str, Any]) -> None:
@@ -127,11 +125,11 @@ def as_number(name: str, value: Any, signed: bool) -> float | None:
         if name != DESCALES[2]:
             why = f"of {name[0]} would turn every row's largest score into its smallest"
         raise InputError(name, f"is {value:g}; a negative descale {why}")
-    return float(value) if name == DESCALES[2] else value or STANDS_FOR_ZERO
+    return float(value)
 
 
 def as_array(name: str, array: npt.NDArray[Any], form: Form) -> npt.NDArray[np.float32]:
-    """A NumPy array of that form, its values checked and 0 replaced as those of a number."""
+    """A NumPy array of that form, its values checked as those of a number."""
     import numpy as np
 
     check_form(name, array.shape, form)
@@ -142,7 +140,7 @@ def as_array(name: str, array: npt.NDArray[Any], form: Form) -> npt.NDArray[np.f
         where = tuple(int(i) for i in at[0])
         rule = "finite" if form.signed else "finite and not negative"
         raise InputError(name, f"is {array[where]} at {where}; a descale of {name[0]} is {rule}")
-    return array if name == DESCALES[2] else np.where(array == 0, np.float32(STANDS_FOR_ZERO), array)
+    return array
 
 
 def check_form(name: str, shape: tuple[int, ...], form: Form) -> None:

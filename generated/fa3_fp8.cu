@@ -263,6 +263,10 @@ __device__ __forceinline__ void transpose_v(u32 raw, u32 turned, int first) {
 template <int REGISTERS>
 __device__ __forceinline__ void setmaxnreg_dec() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS)); }
 
+// The larger of the two, where least is positive: the bits of floats have their order, and NaN, whose sign a product clears, is the largest.
+// (Compared as floats they cost moves of descriptors to uniform registers.)
+__device__ __forceinline__ float at_least(float x, float least) { return __int_as_float(max(__float_as_int(x), __float_as_int(least))); }
+
 // A descale from an array, or the one number given instead.
 __device__ __forceinline__ float descale(const float* array, i64 at, float number) { return array ? array[at] : number; }
 
@@ -707,7 +711,7 @@ attention(const __grid_constant__ TensorMap map_q, const __grid_constant__ Tenso
       const int h = pair - b * p.hq;
       const int h_kv = quotient(h, p.by_group);  // the KV head that this query head shares
       const int n = (p.sk + 127) / 128;  // key blocks this tile sees
-      const float score_scale = SCALE_LOG2 * descale(p.q_descale, b * p.q_descale_sb + h_kv * p.q_descale_sh, p.q_descale_value) * descale(p.k_descale, b * p.k_descale_sb + h_kv * p.k_descale_sh, p.k_descale_value);
+      const float score_scale = at_least(SCALE_LOG2 * descale(p.q_descale, b * p.q_descale_sb + h_kv * p.q_descale_sh, p.q_descale_value) * descale(p.k_descale, b * p.k_descale_sb + h_kv * p.k_descale_sh, p.k_descale_value), 7.88860905e-31f);
       const int row0 = m * 128 + w * 64;  // first query row of this instance
       last_key[0] = p.sk - 1 - lane % 4 * 2;
       last_key[1] = p.sk - 1 - lane % 4 * 2;

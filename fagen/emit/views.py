@@ -205,10 +205,10 @@ def _load_scale(s: st.LoadScale, x: Scope) -> tuple[str, View]:
     known = [*(["SCALE_LOG2"] if s.constant != 1 else []), *([s.times] if s.times else [])]
     declare = f"{s.declare} " if s.declare else ""
     product = " * ".join([*known, *map(descale, s.factors)])
-    least = product if s.least is None else f"{'at_least' if s.keeps_nan else 'fmaxf'}({product}, {s.least:.9g}f)"
-    if s.keeps_nan:
+    if s.least is not None:
         x.helpers.need("steps/at_least")
-    return "load_scale", {"declare": declare, "var": s.var, "product": least}
+        product = f"at_least({product}, {s.least:.9g}f)"
+    return "load_scale", {"declare": declare, "var": s.var, "product": product}
 
 
 def _scale_shift(s: st.ScaleShift, x: Scope) -> tuple[str, View]:

@@ -1,6 +1,6 @@
 """Inputs of a bench, made on the GPU through torch: random ones, and two kinds that are unkind to an online softmax.
 
-normal   N(0, 1)
+normal   N(0, 1), with a very large softmax scale less of q and k (`oracle.inputs.narrowing`)
 sink     the first four keys score about 8 above the rest (natural units), as the first tokens of a language model do
 growing  scores grow by about 30 powers of two every block of keys in the order in which kernels walk them, from the last key to the first:
          every block moves every row's maximum, and a stale maximum takes its exact path each time
@@ -15,7 +15,7 @@ from typing import Any
 from ..attention import Attention
 from ..errors import InputError
 from ..interop.arrays import FRAMEWORK_NAMES
-from ..oracle.inputs import int8_units
+from ..oracle.inputs import int8_units, narrowing
 from ..oracle.numeric import INT8_MAX
 from ..plan.kernel import Problem
 
@@ -55,6 +55,9 @@ def make_inputs(torch: Any, attention: Attention, problem: Problem, kind: str, s
     shapes = ((p.batch, p.sq, p.hq, a.head_dim), (p.batch, p.sk, p.hkv, a.head_dim), (p.batch, p.sk, p.hkv, a.dv))
     exact = "fp32" if a.dtype == "int8" else a.dtype
     q, k, v = (normal(torch, shape, t, seed + i) for i, (shape, t) in enumerate(zip(shapes, (exact, exact, a.value_dtype))))
+    narrow = narrowing(a)
+    if narrow != 1.0:
+        q, k = ((x.float() * narrow).to(x.dtype) for x in (q, k))
     for column, values in _pattern(torch, attention, problem, kind, block, k):
         q[..., column] = Q_VALUE
         k[..., column] = values[:, None].to(k.dtype)

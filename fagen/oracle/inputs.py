@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -140,6 +141,8 @@ def make_inputs(
     """q, k, v of the attention's dtype for the problem, the same for the same seed on every machine. int8: q and k as multiples of
     `int8_units`, which a call gives as descales, and v of its own type.
 
+    With a softmax scale so large that N(0, 1) would make scores no kernel could tell apart, q and k are smaller (`narrowing`).
+
     `inputs`: "normal": N(0, amplitude²). "sink": the first four keys score about 8 above the rest (natural units), as the first
     tokens of a language model do. "growing": scores rise along the keys by 100 in all, so that a running maximum moves at every
     block. "descaled": as "normal"; the problem has random descales. "uneven": likewise, those of v's blocks far apart.
@@ -150,8 +153,9 @@ def make_inputs(
     """
     rng = np.random.default_rng(seed)
     b, d = problem.batch, attention.head_dim
-    q = _normal(rng, (b, problem.sq, problem.hq, d), amplitude)
-    k = _normal(rng, (b, problem.sk, problem.hkv, d), amplitude)
+    narrow = amplitude * narrowing(attention)
+    q = _normal(rng, (b, problem.sq, problem.hq, d), narrow)
+    k = _normal(rng, (b, problem.sk, problem.hkv, d), narrow)
     v = _normal(rng, (b, problem.sk, problem.hkv, attention.dv), amplitude)
     if inputs in ("sink", "growing"):
         q[..., 0] = 8.0
@@ -166,6 +170,17 @@ def make_inputs(
     return _laid_out(cast(q, attention.dtype), cast(k, attention.dtype), cast(v, attention.value_dtype), layout)
 
 
+MOST_SPREAD = 2.0
+"""Standard deviation of scores in natural units. With more of it rows have one or two keys that count: what is lost of those by chance, in P of
+type e4m3, is then all the error there is, of a kernel and of its yardstick."""
+
+
+def narrowing(attention: Attention) -> float:
+    """What random q and k are both multiplied by, a power of two: 1 unless their scores would spread by more than `MOST_SPREAD`."""
+    excess = attention.softmax_scale * math.sqrt(attention.head_dim) / MOST_SPREAD
+    return 1.0 if excess <= 1.0 else 2.0 ** -math.ceil(math.log2(excess) / 2)
+
+
 def int8_units(attention: Attention, inputs: Inputs, amplitude: float = 1.0) -> tuple[float, float]:
     """What 1 of int8 in q, and in k, stands for: 127 then for four standard deviations, or the largest value of unkind inputs. Of other
     types 1."""
@@ -173,7 +188,7 @@ def int8_units(attention: Attention, inputs: Inputs, amplitude: float = 1.0) -> 
         return 1.0, 1.0
     score = {"sink": 8.0, "growing": 100.0}.get(inputs, 0.0)
     largest = (8.0, score / (8.0 * attention.softmax_scale)) if score else (0.0, 0.0)
-    q, k = (max(4.0 * amplitude, x) / INT8_MAX for x in largest)
+    q, k = (max(4.0 * amplitude * narrowing(attention), x) / INT8_MAX for x in largest)
     return q, k
 
 

@@ -17,11 +17,9 @@ from .ladder import DIMS, Kernels, Space
 from .precision import granularity, names
 from .quantise_steps import LoadRows, StageRows
 from .roles.quantise import SHIFTED, Quantise
-from .steps import DTYPE_BYTES, Body, Gmem, LoadScale, Role, Smem, TmaLoad, bodies, number, walk
+from .steps import DTYPE_BYTES, Body, Gmem, Role, Smem, TmaLoad, bodies, number, walk
 from .tiles import BATCH, HKV, HQ, SK, SQ, Tiles
 
-STANDS_FOR_ZERO = 2.0**-100
-"""Scores times this vanish."""
 SHIFTS = "lse_shifts"
 """(batch, heads, seqlen_q): what smoothing takes off the scores of each row, in natural units."""
 
@@ -232,14 +230,11 @@ class Quantised:
         return replace(recipe, tensor=name, strides=tuple(s.substitute(values) for s in recipe.strides))
 
     def _renamed(self, body: Body) -> Body:
-        """The same steps, with loads from the workspaces. Two descales of all-zero rows vanish in float32 when multiplied, and 0 · −∞ of a
-        masked score would be NaN: their product has a least value too. A descale of int8 may be NaN."""
+        """The same steps, with loads from the workspaces."""
         out = []
         for step in body:
             if isinstance(step, TmaLoad):
                 step = replace(step, src=self.names.get(step.src, step.src))
-            elif isinstance(step, LoadScale) and "v_descale" not in step.factors:
-                step = replace(step, least=STANDS_FOR_ZERO, keeps_nan=self.build.type_of("q") == "int8")
             out.append(replace(step, **{f: self._renamed(b) for f, b in bodies(step)}))  # type: ignore[arg-type]
         return tuple(out)
 

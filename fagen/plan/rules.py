@@ -7,8 +7,10 @@ Three layers, each checked only if the one before it holds: *values* (every fiel
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 from ..attention import Attention
 from ..errors import ScheduleError, Violation
@@ -67,8 +69,9 @@ MAX_STAGES = 4
 MAX_TILE_KV = 256
 INT8_DEPTH = (1 << 24) // 127**2
 """Columns up to which a score of int8 values (±127) stays below 2^24, where float32 is exact."""
-SCALES = (1e-30, 1e30)
-"""Smallest and largest softmax scale: as far as float32 constants and scores keep their meaning."""
+SCALES = (1e-30, 256.0)
+"""Smallest and largest softmax scale: as far as kernels are checked. What needs a larger one has q and k of so little that e4m3 has few
+numbers for them; their descales, or the tensors, are where such a factor belongs."""
 OFFERED = 4
 """How many legal values an error names at most."""
 
@@ -82,7 +85,7 @@ def check(attention: Attention, schedule: Schedule) -> None:
 
 def _first_layer(attention: Attention, schedule: Schedule) -> tuple[Violation, ...]:
     """All violations of the first layer that has any."""
-    for layer in (values, structure, resources):
+    for layer in (types, values, structure, resources):
         found = tuple(layer(attention, schedule))
         if found:
             return found
@@ -107,6 +110,26 @@ def _ways_out(attention: Attention, schedule: Schedule, v: Violation, alone: boo
     return tuple((alone and legal) or mending or v.nearest)[:OFFERED]
 
 
+# types ------------------------------------------------------------------------------------------------------------------
+
+
+def types(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
+    """Numbers of other libraries, as NumPy's int64, are no Python numbers: plans are compared, hashed and printed by their fields."""
+    for pair in (attention, schedule):
+        for name in pair.field_names():
+            value = getattr(pair, name)
+            parts = value if isinstance(value, tuple) else (value,)
+            foreign = next((x for x in parts if _is_foreign(x)), None)
+            if foreign is not None:
+                mine = tuple(x.item() if _is_foreign(x) else x for x in parts)
+                message = f"{value!r} holds a {type(foreign).__module__}.{type(foreign).__name__}; knobs are Python numbers"
+                yield Violation("python-number", name, message, (mine if isinstance(value, tuple) else mine[0],))
+
+
+def _is_foreign(x: Any) -> bool:
+    return isinstance(x, numbers.Number) and not isinstance(x, (int, float)) and hasattr(x, "item")
+
+
 # values -----------------------------------------------------------------------------------------------------------------
 
 
@@ -129,7 +152,11 @@ def values(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
             "scale",
             "scale",
             f"{a.scale!r} is not a positive finite number from {SCALES[0]:g} to {SCALES[1]:g}",
-            (None, a.head_dim**-0.5 if _is_int(a.head_dim) and a.head_dim > 0 else 1.0),
+            (
+                *((min(max(a.scale, SCALES[0]), SCALES[1]),) if _is_number(a.scale) and a.scale > 0 else ()),
+                None,
+                a.head_dim**-0.5 if _is_int(a.head_dim) and a.head_dim > 0 else 1.0,
+            ),
         )
     s = schedule
     for name, step in (("tile_q", 16), ("tile_kv", 16)):
@@ -151,7 +178,7 @@ def values(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
         or not all(_is_int(r) and 24 <= r <= 256 and r % 8 == 0 for r in s.registers)
     ):
         message = f"{s.registers!r} is not a (producer, consumer) pair of multiples of 8 from 24 to 256"
-        yield Violation("registers", "registers", message, registers.PAIRS)
+        yield Violation("registers", "registers", message, (*registers.PAIRS, None))
     if s.promote_every is not None and not (_is_int(s.promote_every) and 1 <= s.promote_every <= scales.MAX_PROMOTE_EVERY):
         near = min(max(s.promote_every, 1), scales.MAX_PROMOTE_EVERY) if _is_int(s.promote_every) else 1
         message = f"{s.promote_every!r} is neither None nor a number of key blocks from 1 to {scales.MAX_PROMOTE_EVERY}"
@@ -395,7 +422,11 @@ def resources(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
     """Shared memory and registers, of the attention kernel: those that quantise need less."""
     attention, s = attended(attention, schedule)
     for violation, fits in _resources_of(attention, s):
-        yield replace(violation, nearest=_fitting(attention, s, fits)) if fits else violation
+        ways: tuple[object, ...] = _fitting(attention, s, fits) if fits else ()
+        unasked = s.replace(registers=None)
+        if fits and not ways and s.registers is not None and fits(unasked):  # no tile is so small: the registers are at fault
+            violation, ways = replace(violation, field="registers"), (registers.role_registers(attention, unasked), None)
+        yield replace(violation, nearest=ways) if fits else violation
 
 
 def _resources_of(attention: Attention, s: Schedule) -> Iterator[tuple[Violation, Callable[[Schedule], bool] | None]]:
@@ -420,7 +451,8 @@ def _resources_of(attention: Attention, s: Schedule) -> Iterator[tuple[Violation
         message = f"{sizes} registers and about {spare} more a thread exceed the {have} a computing thread has"
 
         def fits(x: Schedule) -> bool:
-            return sum(registers.tile_registers(attention, x).values()) + registers.overhead(attention, x) <= have
+            needs = sum(registers.tile_registers(attention, x).values()) + registers.overhead(attention, x)
+            return needs <= registers.compute_registers(attention, x)
 
         yield Violation("registers", "tile_kv", message), fits
 

@@ -7,8 +7,8 @@ An 8-bit tensor stands for itself times its *descale*. q's and k's multiply the 
   head     (batch, KV heads) each, of any strides: the query heads of a group share q's
   block    q (batch, heads, query tiles), k and v (batch, KV heads, key blocks), contiguous, blocks aligned at row 0
 
-A scale of a tensor or a head is the same for all keys of a tile: q's and k's go into the softmax scale, v's multiplies the output at the
-end. Scales of blocks are applied where the block is. k's multiplies its scores. v's, call it v_j, becomes part of P, since the tensor core
+A scale of a tensor or a head is the same for all keys of a tile: q's and k's go into the softmax scale, at least `LEAST_SCORE_SCALE` with
+them, v's multiplies the output at the end. Scales of blocks are applied where the block is. k's multiplies its scores. v's, call it v_j, becomes part of P, since the tensor core
 adds up all blocks alike: P of block j is 2^(x + log2 v_j − m + offset) for a score x in units of log2, and m is the running maximum of
 x + log2 v_j, not of x. So in every row whatever contributes most to O fills e4m3's range, P overflows no earlier than without scales, and
 the output needs no scale at the end. The row sum is that of 2^(x − m + offset): what P's values sum to, times 1 / v_j. `LEAST_V_SCALE`
@@ -31,6 +31,9 @@ from .steps import Body, Gmem, Let, LoadScale, ScaleShift, Set, Var
 if TYPE_CHECKING:
     from .tiles import Tiles
 
+LEAST_SCORE_SCALE = 2.0**-100
+"""What scores are multiplied by is at least this: where q and k are zeros, the product of their descales is 0 in float32, and 0 · −inf of a
+masked score would be NaN. Scores times this vanish beside 1."""
 LEAST_V_SCALE = 2.0**-64
 """Smaller block scales of v are taken as this: P and row sums then stay float32 numbers for scales up to 2^36, which is 2^100 larger; where
 one block's scale is larger than another's by more than that, the row sum misses the other's small exponentials."""
@@ -115,7 +118,11 @@ def of_tile(tiles: Tiles, head: Expr, head_kv: Expr, batch: Expr, m: Expr, step:
     if not tiles.attention.has_descales:
         return ()
     load = LoadScale(
-        var="score_scale", declare=DECLARED[step], constant=tiles.attention.scale_log2, factors=("q_descale", "k_descale")
+        var="score_scale",
+        declare=DECLARED[step],
+        constant=tiles.attention.scale_log2,
+        factors=("q_descale", "k_descale"),
+        least=LEAST_SCORE_SCALE,
     )
     if by_block(tiles):
         return (replace(load, factors=("q_descale",), head=head, batch=batch, block=m),)
@@ -127,7 +134,8 @@ def of_block(tiles: Tiles, head_kv: Expr, batch: Expr, j: Expr, prefix: str = ""
     scalars' names, where a block outside the loops has its own."""
     if not by_block(tiles):
         return ()
-    k = LoadScale(var=f"{prefix}block_scale", constant=1.0, times="score_scale", factors=("k_descale",))
+    name = f"{prefix}block_scale"
+    k = LoadScale(var=name, constant=1.0, times="score_scale", factors=("k_descale",), least=LEAST_SCORE_SCALE)
     v = LoadScale(var=f"{prefix}v_scale", constant=1.0, factors=("v_descale",))
     k, v = (replace(x, head=head_kv, batch=batch, block=j) for x in (k, v))
     if not of_v(tiles):

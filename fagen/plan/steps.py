@@ -438,8 +438,8 @@ class LoadScale(Step):
     """float `var` = `constant` · the scalar `times` · the descales `factors`: those of a (batch, head), of a block in it, or (all None)
     of the whole tensor.
 
-    Descales are float32 arrays, or one number each. `declare`: the C type; "" sets a variable that there is. `least`: at least that;
-    with `keeps_nan` NaN stays NaN."""
+    Descales are float32 arrays, or one number each. `declare`: the C type; "" sets a variable that there is. `least`: at least that,
+    unless it is NaN."""
 
     var: str
     constant: float
@@ -449,7 +449,6 @@ class LoadScale(Step):
     batch: Expr | None = None
     block: Expr | None = None
     least: float | None = None
-    keeps_nan: bool = False
     declare: str = "const float"
 
 

@@ -1115,6 +1115,18 @@ def test_inputs_have_the_pattern_that_they_are_named_for(kind, dtype, monkeypatc
         assert growth.min() > 20 and abs(growth.mean() - 30) < 0.5, "every block, towards key 0"
 
 
+@pytest.mark.parametrize("dtype", ["fp16", "e4m3", "int8"])
+def test_a_large_scale_makes_smaller_inputs(dtype, monkeypatch):
+    attention, problem = Attention(head_dim=128, dtype=dtype, scale=100.0), Problem(1, 8, 1024, 2, 1)
+    monkeypatch.setattr(bench_inputs, "normal", lambda torch, shape, dtype, seed: HalfArray.make(shape, dtype, seed))
+    monkeypatch.setattr(NumpyTorch, "int8", "int8", raising=False)
+    q, k, _ = bench_inputs.make_inputs(NumpyTorch, attention, problem, "normal", 3, 128)
+    units = bench_inputs.descales(attention, "normal")
+    meant = math.prod(units.values()) * attention.softmax_scale
+    scores = np.einsum("bqhd,bkd->bhqk", q.x, k.x[:, :, 0]) * meant
+    assert q.dtype == k.dtype == dtype and 0.9 < scores.std() < 2.1
+
+
 @pytest.mark.parametrize("v_dtype, of_v", [(None, "e4m3"), ("bf16", "bf16")])
 @pytest.mark.parametrize("kind", ["normal", "sink"])
 def test_int8_inputs_stand_for_the_pattern(kind, v_dtype, of_v, monkeypatch):

@@ -29,6 +29,7 @@ from fagen.oracle import (
     simulate,
     ulp,
 )
+from fagen.oracle.inputs import narrowing
 from fagen.oracle.numeric import tensor_core
 from fagen.plan.kernel import Problem
 
@@ -208,6 +209,35 @@ def test_inputs_depend_on_the_seed_only():
     assert all(np.array_equal(x, y) for x, y in zip(first, again))
     assert not any(np.array_equal(x, y) for x, y in zip(first, other))
     assert np.abs(make_inputs(a, p, amplitude=5.0)[0].astype(float)).std() > 2
+
+
+@pytest.mark.parametrize("scale", [256.0, 20.0, 0.5])
+@pytest.mark.parametrize("head_dim", [64, 256])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "e4m3", "int8"])
+def test_scores_of_a_large_scale_can_be_told_apart(dtype, head_dim, scale):
+    """q and k get smaller by a power of two, of int8 with what 1 stands for: else one key of a row were all that counts."""
+    a, p = Attention(head_dim=head_dim, dtype=dtype, scale=scale), CheckProblem(1, 64, 300, 1, 1)
+    c = make_case(a, load("fa3_fp8" if a.has_descales else "fa3", dtype=dtype, head_dim=head_dim).schedule, p)
+    units = [float(np.max(c.descales.get(n, 1.0))) for n in ("q_descale", "k_descale")]
+    q, k = (x[0, :, 0].astype(np.float64) * unit for x, unit in zip((c.q, c.k), units))
+    spread = (q @ k.T * a.softmax_scale).std()
+    assert 0.45 < spread < 2.1
+    assert math.frexp(narrowing(a))[0] == 0.5 and (narrowing(a) == 1) == (scale * math.sqrt(head_dim) <= 2)
+    assert narrowing(Attention(head_dim=head_dim, dtype=dtype)) == 1
+    assert (q == 0).mean() < 0.08, "and numbers are left for them"
+
+
+@pytest.mark.parametrize("scale", [256.0, 1e-30])
+@pytest.mark.parametrize("inputs", ["normal", "sink", "growing"])
+@pytest.mark.parametrize(
+    "name, changes", [("fa2", {"dtype": "fp16"}), ("fa3", {}), ("fa3_fp8", {}), ("fa3_fp8", {"dtype": "int8"})], ids=str
+)
+def test_kernels_are_right_at_both_ends_of_the_scale(name, changes, inputs, scale):
+    a, s = load(name, head_dim=64, scale=scale, **changes)
+    c = make_case(a, s, CheckProblem(1, 130, 200, 2, 1, inputs), seed=3)
+    out, lse = simulate(a, s, c.q, c.k, c.given_v, **c.descales)
+    verdict = check(a, c.q, c.k, c.v, out, lse, schedule=s, **c.row_descales)
+    assert verdict.passed, verdict.reason
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "e4m3"])

@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fp8_steps import PAPER_FP8
 
@@ -172,6 +173,12 @@ MISTAKES: list[tuple[Pair, dict[str, Any], str, str, tuple[str, ...]]] = [
     (FA3, {"registers": (56, 240)}, "register-pool", "registers", ("128·(56 + 2·240)", "68608", "64512")),
     (FA3, {"tile_kv": 16, "registers": (160, 152)}, "registers", "registers", ("152", "160")),
     (FA3, {"registers": (24, 160)}, "registers", "tile_kv", ("S 88", "P 44", "O 64", "160")),
+    (FA3, {"registers": (24, 64)}, "registers", "registers", ("S 88", "P 44", "O 64", "64")),  # no tile_kv needs so few
+    (FA2, {"registers": (100, 100)}, "registers", "registers", ("(100, 100)", "multiples of 8")),
+    (FA3, {"tile_q": np.int64(128)}, "python-number", "tile_q", ("128", "numpy.int64")),
+    (FA3, {"stages": (np.int32(2), 2)}, "python-number", "stages", ("2", "numpy.int32")),
+    (FA3, {"scale": np.float32(0.5)}, "python-number", "scale", ("0.5", "numpy.float32")),
+    (FA3, {"scale": 1000}, "scale", "scale", ("1000", "256")),
     (FA2, {"tile_q": 256, "tile_kv": 128}, "registers", "tile_kv", ("S 128", "P 64", "O 128", "255")),
 ]  # fmt: skip
 

@@ -12,7 +12,7 @@ from fp8_steps import PAPER_FP8
 from simulated import simulated
 
 import fagen
-from fagen import InputError, ScheduleError
+from fagen import InputError, ScheduleError, simulate_quantise
 from fagen.descales import by_row
 from fagen.launch import Kernel
 from fagen.library import Loaded, load
@@ -489,3 +489,41 @@ def test_a_sum_promoted_while_its_product_runs_is_refused() -> None:
 def test_the_rules_hold_for_what_the_tests_use() -> None:
     for how in HOW.values():
         rules.check(*fp8(scale_granularity="block", promote_every=2, **how))
+
+
+# scales whose product float32 has no number for ----------------------------------------------------------------------------------
+
+
+JOINED: dict[str, Any] = {"reference": "stale", "overlap": "within", "fuse_tiles": True}
+
+
+@pytest.mark.parametrize("changes", [{}, {"mask": "causal"}, {"mask": "causal", **JOINED}], ids=["full", "causal", "joined"])
+@pytest.mark.parametrize("dtype", ["e4m3", "int8"])
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_q04_quantised_zeros_attend_to_all_alike(granularity: str, dtype: str, changes: dict[str, Any]) -> None:
+    """In two steps: both descales are so small that their product is 0, and 0 · −inf of a masked score would be NaN."""
+    a, s = fp8(scale_granularity=granularity, dtype=dtype, **changes)
+    tiles = {"tile_q": s.tile_q, "tile_kv": s.tile_kv} if granularity == "block" else {}
+    bf16 = np.dtype(ml_dtypes.bfloat16)
+    v = np.random.default_rng(0).standard_normal((1, 90, 1, 64)).astype(bf16)
+    q, k = np.zeros((1, 70, 2, 64), bf16), np.full((1, 90, 1, 64), 1e-33, bf16)
+    z = simulate_quantise(q, k, v, precision="fp8" if dtype == "e4m3" else dtype, granularity=granularity, **tiles)
+    assert np.float32(z.q_descale.max()) * np.float32(z.k_descale.max()) == 0
+    exact, exact_lse = fagen.reference(a.replace(dtype="bf16"), q, k, v)
+    zeros = {n: np.zeros_like(getattr(z, n)) for n in ("q_descale", "k_descale")}
+    for descales in ({"q_descale": z.q_descale, "k_descale": z.k_descale}, zeros, {"q_descale": 0, "k_descale": 0.0}):
+        out, lse = simulate(a, s, z.q, z.k, z.v, v_descale=z.v_descale, **descales)
+        assert np.abs(out.astype(np.float64) - exact).max() < 0.03
+        np.testing.assert_allclose(lse, exact_lse, rtol=1e-6)
+
+
+@pytest.mark.parametrize("granularity", ["head", "block"])
+def test_a_descale_that_is_nan_shows(granularity: str) -> None:
+    """As quantised int8 tensors with NaN have it: where it is the larger of two is not 2^−100."""
+    a, s = fp8(scale_granularity=granularity, dtype="int8")
+    bf16 = np.dtype(ml_dtypes.bfloat16)
+    q, k, v = (np.random.default_rng(i).standard_normal((1, 70, 2, 64)).astype(bf16) for i in range(3))
+    k[0, 3, 1, 0] = np.nan
+    a, s = a.replace(dtype="bf16"), s.replace(precision="int8", roles="producer")
+    _, lse = simulate(a, s, q, k, v)
+    assert np.isnan(lse[:, 1]).all() and np.isfinite(lse[:, 0]).all()

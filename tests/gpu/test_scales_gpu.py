@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from grid import passes_the_grid, select_fp8
 
+import fagen
 from fagen import InputError
 from fagen.cli import common
 from fagen.compile import Built, write_built
@@ -54,6 +55,7 @@ LONG: list[dict[str, Any]] = [
     | ({} if every is None else {"promote_every": every})
     for every in (None, 8, 1)
 ]
+ZEROS: dict[str, Any] = {"mask": "causal", "head_dim": 64, "tile_q": 128, "consumers": 2, "tile_kv": 96}
 FORMS: list[dict[str, Any]] = [
     {"scale_granularity": g, "head_dim": 64, "tile_q": 128, "consumers": 2, "tile_kv": 96} for g in ("tensor", "block")
 ]
@@ -118,9 +120,32 @@ def test_arrays_in_device_memory(torch: Any, changes: dict[str, Any]) -> None:
         kernel(*device, k_descale=one)
 
 
+@pytest.mark.parametrize("granularity", ["tensor", "head", "block"])
+@pytest.mark.parametrize("dtype", ["e4m3", "int8"])
+def test_q04_quantised_zeros_attend_to_all_alike(torch: Any, dtype: str, granularity: str) -> None:
+    """In two steps: both descales are so small that their product is 0 in float32. Arrays on the device nobody checks: a NaN shows there."""
+    kernel = make({**ZEROS, "dtype": dtype, "scale_granularity": granularity})
+    a, s = kernel.plan.attention, kernel.plan.schedule
+    tiles = {"tile_q": s.tile_q, "tile_kv": s.tile_kv} if granularity == "block" else {}
+    q, k, v = (torch.zeros(1, n, h, 64, device="cuda", dtype=torch.bfloat16) for n, h in ((300, 2), (331, 1), (331, 1)))
+    v.normal_(generator=torch.Generator(device="cuda").manual_seed(0))
+    z = fagen.quantise(q, k, v, precision="fp8" if dtype == "e4m3" else dtype, granularity=granularity, **tiles)
+    assert float(z.q_descale.max() * z.k_descale.max()) == 0
+    exact, exact_lse = reference(a.replace(dtype="bf16"), *(x.float().cpu().numpy().astype(ml_dtypes.bfloat16) for x in (q, k, v)))
+    none = {n: torch.zeros_like(getattr(z, n)) for n in ("q_descale", "k_descale")}
+    for descales in ({"q_descale": z.q_descale, "k_descale": z.k_descale}, none, {"q_descale": 0, "k_descale": 0.0}):
+        out, lse = kernel(z.q, z.k, z.v, v_descale=z.v_descale, **descales)
+        assert np.abs(out.double().cpu().numpy() - exact).max() < 0.03
+        np.testing.assert_allclose(lse.cpu().numpy(), exact_lse, rtol=1e-5)
+    wrong = torch.full_like(z.k_descale, float("nan"))
+    out, lse = kernel(z.q, z.k, z.v, q_descale=z.q_descale, k_descale=wrong, v_descale=z.v_descale)
+    assert bool(lse.isnan().all()) and bool(out.isnan().all())
+
+
 def main() -> None:
     """Build every kernel of this file into a folder."""
-    for changes in (*GRID, *LONG, *FORMS):
+    zeros = [{**ZEROS, "dtype": d, "scale_granularity": g} for d in ("e4m3", "int8") for g in ("tensor", "head", "block")]
+    for changes in (*GRID, *LONG, *FORMS, *zeros):
         item = select_fp8(changes)
         write_built(common.built(item), sys.argv[1], item.name)
         print(item.name, flush=True)
