@@ -137,7 +137,7 @@ def _path(source: str | Path) -> Path:
         if text.startswith("chain") and not near:
             hint = f"steps: {', '.join(chain_names())}"
         if text == "tuned":
-            hint = "it stands for the table of tuned schedules in build, check, explain and bench alone"
+            hint = "it stands for the table of tuned schedules in build, check, explain, bench and trace alone"
         raise InputError(text, f"no such schedule file or name; {hint}")
     return path
 

@@ -8,7 +8,7 @@ from concurrent.futures import as_completed
 from ..oracle import CheckProblem
 from ..schedule import Schedule
 from .items import CaseResult, Item
-from .judge import judge_simulated, pool
+from .judge import judge_simulated, pool, room_for
 
 MOST_TILES = 400
 """Tiles (query tile × key block) above which only some CTAs of a problem are simulated: 0.3 to 2 ms each."""
@@ -29,7 +29,7 @@ def check_cpu(
     `repeat`: interleavings that must give the same bits. Large problems are sampled (some CTAs, in one interleaving).
     """
     found: dict[tuple[int, int], CaseResult] = {}
-    with pool(sum(len(i.problems) for i in items)) as judges:
+    with pool(sum(len(i.problems) for i in items), room_for(items)) as judges:
         waiting = {}
         for n, item in enumerate(items):
             for i, problem in enumerate(item.problems):

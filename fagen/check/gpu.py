@@ -16,7 +16,7 @@ from ..compile import Built, write_built
 from ..errors import LaunchError
 from ..oracle import Verdict
 from .items import CaseResult, Item, with_reason
-from .judge import judge_outputs, pool
+from .judge import judge_outputs, pool, room_for
 
 TASK = "fagen.check.device:run"
 LAUNCH_SECONDS = 20.0
@@ -74,7 +74,7 @@ def check_gpu(
             "output": scratch,
             "items": [_order(folder, item, built, seed, repeat, jitter) for item, built in zip(items, builts)],
         }
-        with pool(sum(len(i.problems) for i in items)) as judges, guard.Watched(TASK, request) as worker:
+        with pool(sum(len(i.problems) for i in items), room_for(items)) as judges, guard.Watched(TASK, request) as worker:
             run = _Run(items, seed, repeat, on_result)
             try:
                 for message in worker.messages():

@@ -6,20 +6,20 @@ import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 
 from ..attention import Attention
-from ..errors import HostError, LaunchError
+from ..errors import HostError, InputError, LaunchError
 from ..host import available_bytes, cores
 from ..oracle import CheckProblem, Verdict, check, compare, make_case, sample_rows, simulate, simulate_sample
 from ..oracle.numeric import DTYPES, Array
 from ..oracle.yardstick import yardstick
 from ..schedule import Schedule
-from .items import with_reason
+from .items import Item, with_reason
 
 FEW = 16
 """Cases below which starting processes takes longer than the work."""
@@ -30,13 +30,33 @@ JUDGE_BYTES = 1 << 30
 _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
+def case_bytes(attention: Attention, schedule: Schedule, problem: CheckProblem) -> int:
+    """About what a case takes of memory: float32 numbers, the tensors, and float64 ones of a head; with `precision` what is quantised too.
+    Seen of large ones: 4 to 10.4 bytes for an element, 15 to 25 with `precision`, 9 for a score where scores have a workspace."""
+    p, a = problem, attention
+    elements = p.batch * (2 * p.sq * p.hq + 2 * p.sk * p.hkv) * a.head_dim
+    scores = 0 if schedule.softmax == "fused" else p.batch * p.hq * p.sq * p.sk
+    return elements * (12 if schedule.precision is None else 26) + scores * 10
+
+
+def room_for(items: Sequence[Item]) -> int:
+    """What the largest case takes of memory. InputError if there is not as much: the system would kill the process without a word."""
+    sizes = {case_bytes(i.attention, i.schedule, p): f"{i.name} on {p}" for i in items for p in i.problems}
+    largest, free = max(sizes, default=0), available_bytes()
+    if largest > free:
+        need, have = (f"{x / 2**30:.1f} GiB" for x in (largest, free))
+        raise InputError(sizes[largest], f"the tensors and their float64 reference take about {need} of memory; {have} are free")
+    return largest
+
+
 @contextlib.contextmanager
-def pool(cases: int) -> Iterator[Executor]:
-    """An executor for `cases` judgements: a process for each core that this one may use, as far as there is memory for them.
+def pool(cases: int, largest: int = 0) -> Iterator[Executor]:
+    """An executor for `cases` judgements: a process for each core that this one may use, as far as there is memory for them, each of which
+    takes `largest` bytes at most.
 
     Leaving it early (an error, Ctrl-C) drops what has not begun. HostError if one of the processes ends before its work.
     """
-    workers = min(cores(), cases, max(1, available_bytes() // JUDGE_BYTES))
+    workers = min(cores(), cases, max(1, available_bytes() // max(largest, JUDGE_BYTES)))
     few = cases < FEW or workers < 2
     # Workers start one by one as work comes, and read these when they import NumPy.
     with _environment({} if few else dict.fromkeys(_ONE_THREAD, "1")):

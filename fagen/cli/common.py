@@ -68,28 +68,33 @@ def refuse_given(reason: str, *names: str, but: Collection[str] = ()) -> None:
             raise InputError(shown, reason)
 
 
-def parse_settings(settings: Sequence[str], causal: bool = False) -> dict[str, Any]:
-    """`--set knob=value` … as field values; `causal`: the mask as well."""
+def parse_settings(settings: Sequence[str], causal: bool = False, option: str = "--set") -> dict[str, Any]:
+    """`--set knob=value` … as field values; `causal`: the mask as well. `option`: which they stand behind, for messages."""
 
     changes: dict[str, Any] = {}
     known = Attention.field_names() + Schedule.field_names()
     for text in settings:
-        name, equals, value = text.partition("=")
-        name = name.strip().replace("-", "_")
+        _, equals, value = text.partition("=")
+        name = knob_of(text)
         if not equals or not name:
-            raise InputError("--set", f"{text!r} is not knob=value, such as tile_kv=128")
+            raise InputError(option, f"{text!r} is not knob=value, such as tile_kv=128")
         if name not in known:
             near = difflib.get_close_matches(name, known)
             hint = f"did you mean {' or '.join(near)}?" if near else f"knobs: {', '.join(known)}"
-            raise InputError("--set", f"no knob {name!r} in an attention or a schedule; {hint}")
+            raise InputError(option, f"no knob {name!r} in an attention or a schedule; {hint}")
         if name in changes:
-            raise InputError("--set", f"{name} is given twice: {changes[name]!r} and {value.strip()}")
+            raise InputError(option, f"{name} is given twice: {changes[name]!r} and {value.strip()}")
         changes[name] = field_value(name, value)
     if causal:
         if changes.get("mask", "causal") != "causal":
             raise InputError("--causal", f"contradicts --set mask={changes['mask']}")
         changes["mask"] = "causal"
     return changes
+
+
+def knob_of(setting: str) -> str:
+    """The field that `knob=value` speaks of."""
+    return setting.partition("=")[0].strip().replace("-", "_")
 
 
 def field_value(name: str, text: str) -> Any:

@@ -48,8 +48,8 @@ def command(
     if from_results is not None and shape is None:
         raise InputError("--from-results", "needs --shape: times are of one size")
     problem = None if shape is None else parse_problem(shape)
-    of_b = {_knob(text) for text in settings_b}
-    others = [text for text in settings if _knob(text) not in of_b]
+    of_b = common.parse_settings(settings_b, option="--set-b")
+    others = [text for text in settings if common.knob_of(text) not in of_b]
     items = [
         common.select([a], settings, causal)[0],
         common.select([b], (*others, *settings_b), causal and "mask" not in of_b)[0],
@@ -66,10 +66,6 @@ def command(
         common.write_json(answer)
     else:
         _print(answer, source)
-
-
-def _knob(setting: str) -> str:
-    return setting.partition("=")[0].strip().replace("-", "_")
 
 
 def _print(answer: dict[str, Any], whole: bool) -> None:

@@ -112,8 +112,8 @@ def _chosen(
 
     items = [item(settings)]
     if beside:
-        names = [t.partition("=")[0].strip().replace("-", "_") for t in beside]
-        kept = [s for s in settings if s.partition("=")[0].strip().replace("-", "_") not in names]
+        names = common.parse_settings(beside, option="--beside")
+        kept = [s for s in settings if common.knob_of(s) not in names]
         items.append(item([*kept, *beside]))
         if items[0].attention != items[1].attention:
             raise InputError(

@@ -139,6 +139,22 @@ def test_as_many_judges_as_there_are_cores_and_memory(available: int, workers: i
         assert found._max_workers == workers
 
 
+@pytest.mark.parametrize("device", ["cpu", "gpu"])
+def test_a_case_that_memory_is_too_small_for_is_refused(device: str, fake: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it starts: the system would kill the process without a word. Judges that need more are fewer."""
+    from fagen.check import judge
+
+    attention, schedule = load("fa3", head_dim=64)
+    item = Item("fa3", attention, schedule, (CheckProblem(1, 5, 5, 2, 1), CheckProblem(1, 1, 20_000_000, 1, 1)))
+    monkeypatch.setattr(judge, "available_bytes", lambda: 8 << 30)
+    monkeypatch.setattr(judge, "cores", lambda: 4)
+    with pytest.raises(InputError, match=r"^fa3 on 1,1,1,1,20000000: .* take about 28\.6 GiB of memory; 8\.0 GiB are free$"):
+        check_cpu([item]) if device == "cpu" else check_gpu([item], [built(plan(attention, schedule))])
+    assert judge.room_for([Item("fa3", attention, schedule, item.problems[:1])]) < 1 << 20
+    with judge.pool(100, 3 << 30) as found:
+        assert found._max_workers == 2
+
+
 def test_a_judge_that_is_killed_is_no_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     from fagen.check import judge
 

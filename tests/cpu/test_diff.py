@@ -44,7 +44,9 @@ def test_a_setting_of_b_stands_in_for_that_of_both(capsys: pytest.CaptureFixture
     assert run(["diff", "fa3", "fa3", "--causal", "--set-b", "mask=full", "--no-compile", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["knobs"] == {"mask": ["causal", "full"]}
     assert run(["diff", "fa3", "fa3", "--set-b", "tile_kv=64", "--set-b", "tile_kv=96", "--no-compile"]) == 2
-    assert "tile_kv is given twice" in capsys.readouterr().err
+    assert "--set-b: tile_kv is given twice" in capsys.readouterr().err
+    assert run(["diff", "fa3", "fa3", "--set-b", "tile_kw=64", "--no-compile"]) == 2
+    assert "--set-b: no knob 'tile_kw' in an attention or a schedule; did you mean tile_kv" in capsys.readouterr().err
 
 
 def test_knobs_of_both_values() -> None:
