@@ -7,8 +7,9 @@ import multiprocessing
 import os
 import signal
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import BrokenExecutor, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -63,7 +64,7 @@ def pool(cases: int, largest: int = 0) -> Iterator[Executor]:
         executor = (
             ThreadPoolExecutor(1)
             if few
-            else ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"), initializer=_leave_interrupts)
+            else _Judges(workers, mp_context=multiprocessing.get_context("spawn"))
         )
         try:
             yield executor
@@ -90,9 +91,16 @@ def _environment(values: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def _leave_interrupts() -> None:
-    """Ctrl-C reaches every process of the terminal; the parent alone answers it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+class _Judges(ProcessPoolExecutor):
+    """Ctrl-C reaches every process of the terminal; the parent alone answers it. Processes start when work comes, and what signals are blocked
+    then they block for ever: else one that is still importing would print where it was."""
+
+    def submit(self, *args: Any, **kwargs: Any) -> Future[Any]:
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            return super().submit(*args, **kwargs)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def save_outputs(path: Path, out: Array, lse: Array, rows: Array) -> None:

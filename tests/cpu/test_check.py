@@ -155,6 +155,18 @@ def test_a_case_that_memory_is_too_small_for_is_refused(device: str, fake: FakeC
         assert found._max_workers == 2
 
 
+def test_judges_leave_interrupts_to_the_parent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From their first instruction on: one that is still importing would print where it was."""
+    from fagen.check import judge
+
+    monkeypatch.setattr(judge, "cores", lambda: 2)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    with judge.pool(100) as judges:
+        assert signal.SIGINT in judges.submit(signal.pthread_sigmask, signal.SIG_BLOCK, ()).result()
+        judges.submit(os.kill, judges.submit(os.getpid).result(), signal.SIGINT).result()
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+
+
 def test_a_judge_that_is_killed_is_no_fault_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     from fagen.check import judge
 
