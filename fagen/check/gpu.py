@@ -74,7 +74,10 @@ def check_gpu(
             "output": scratch,
             "items": [_order(folder, item, built, seed, repeat, jitter) for item, built in zip(items, builts)],
         }
-        with pool(sum(len(i.problems) for i in items), room_for(items)) as judges, guard.Watched(TASK, request) as worker:
+        with (
+            pool(sum(len(i.problems) for i in items), room_for(items, at_once=2)) as judges,
+            guard.Watched(TASK, request) as worker,
+        ):
             run = _Run(items, seed, repeat, on_result)
             try:
                 for message in worker.messages():

@@ -32,21 +32,25 @@ _ONE_THREAD = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def case_bytes(attention: Attention, schedule: Schedule, problem: CheckProblem) -> int:
-    """About what a case takes of memory: float32 numbers, the tensors, and float64 ones of a head; with `precision` what is quantised too.
-    Seen of large ones: 4 to 10.4 bytes for an element, 15 to 25 with `precision`, 9 for a score where scores have a workspace."""
+    """About what a case takes of memory, as measured: 8 bytes for an element of q (in float32, in its type, and out) and 21 for one of k (and v,
+    and both in float64); with `precision` 30 and 60; 9 for a score where scores have a workspace."""
     p, a = problem, attention
-    elements = p.batch * (2 * p.sq * p.hq + 2 * p.sk * p.hkv) * a.head_dim
+    of_q, of_k = (p.batch * n * heads * a.head_dim for n, heads in ((p.sq, p.hq), (p.sk, p.hkv)))
     scores = 0 if schedule.softmax == "fused" else p.batch * p.hq * p.sq * p.sk
-    return elements * (12 if schedule.precision is None else 26) + scores * 10
+    return (8 * of_q + 21 * of_k if schedule.precision is None else 30 * of_q + 60 * of_k) + 9 * scores
 
 
-def room_for(items: Sequence[Item]) -> int:
-    """What the largest case takes of memory. InputError if there is not as much: the system would kill the process without a word."""
-    sizes = {case_bytes(i.attention, i.schedule, p): f"{i.name} on {p}" for i in items for p in i.problems}
-    largest, free = max(sizes, default=0), available_bytes()
+def room_for(items: Sequence[Item], at_once: int = 1) -> int:
+    """What the largest case takes of memory. InputError if there is not room for `at_once` such: the system would kill a process without
+    a word."""
+    sizes = {case_bytes(i.attention, i.schedule, p): f"{p} with {i.name}" for i in items for p in i.problems}
+    largest, free = max(sizes, default=0), available_bytes() // at_once
     if largest > free:
-        need, have = (f"{x / 2**30:.1f} GiB" for x in (largest, free))
-        raise InputError(sizes[largest], f"the tensors and their float64 reference take about {need} of memory; {have} are free")
+        need, have = (f"{x * at_once / 2**30:.1f} GiB" for x in (largest, free))
+        fits = f"sizes {largest / free:.1f} times smaller fit"
+        raise InputError(
+            "--shape", f"{sizes[largest]} takes about {need} of memory, tensors and references; {have} are free: {fits}"
+        )
     return largest
 
 
@@ -61,11 +65,7 @@ def pool(cases: int, largest: int = 0) -> Iterator[Executor]:
     few = cases < FEW or workers < 2
     # Workers start one by one as work comes, and read these when they import NumPy.
     with _environment({} if few else dict.fromkeys(_ONE_THREAD, "1")):
-        executor = (
-            ThreadPoolExecutor(1)
-            if few
-            else _Judges(workers, mp_context=multiprocessing.get_context("spawn"))
-        )
+        executor = ThreadPoolExecutor(1) if few else _Judges(workers, mp_context=multiprocessing.get_context("spawn"))
         try:
             yield executor
         except BrokenExecutor as e:

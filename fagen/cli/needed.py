@@ -23,7 +23,7 @@ from ..plan.kernel import Problem
 from ..plan.precision import quantised
 from ..plan.rules import HEAD_DIMS
 from ..schedule import Schedule
-from .common import Selected, note, parse_settings, select
+from .common import Selected, knob_of, note, parse_settings, select
 
 if TYPE_CHECKING:
     from ..explore.bench_result import CaseSpec
@@ -77,7 +77,7 @@ def open_settings(settings: Sequence[str], causal: bool | None, grid: str | None
     """Settings for every head_dim (paper) and mask (paper, ladder) of the grid that the options leave open."""
     from ..explore.bench import HEAD_DIMS
 
-    given = {text.partition("=")[0].strip().replace("-", "_") for text in settings}
+    given = {knob_of(text) for text in settings}
     masks = [] if causal is None else [f"mask={'causal' if causal else 'full'}"]
     if masks and "mask" in given:
         raise InputError("--causal" if causal else "--full", "given beside --set mask=…; one of them is enough")

@@ -31,7 +31,8 @@ GROWTH = 30.0
 SINK_KEYS, SINK_SCORE = 4, 8.0
 Q_VALUE = 8.0
 """Of q in the columns that carry a pattern of scores; k has score / (Q_VALUE · scale) there."""
-LARGEST = {"bf16": 3.3e38, "fp16": 65504.0}
+LARGEST = {"bf16": 3.3e38, "fp16": 65504.0, "e4m3": 448.0, "int8": 3.3e38}
+"""Of k: of int8 what its multiples of a descale come to."""
 
 
 def check_inputs(kind: str, attention: Attention, problem: Problem, block: int | None = None) -> None:
@@ -39,6 +40,11 @@ def check_inputs(kind: str, attention: Attention, problem: Problem, block: int |
     keys is)."""
     if kind not in KINDS:
         raise InputError("--inputs", f"no inputs {kind!r}; there are {', '.join(KINDS)}")
+    if kind == "sink" and SINK_SCORE * _per_unit(attention) > LARGEST[attention.dtype]:
+        need = f"{SINK_SCORE * _per_unit(attention):.3g}"
+        raise InputError(
+            "--inputs", f"a sink with scale {attention.softmax_scale:g} needs {need} in k, beyond the range of {attention.dtype}"
+        )
     if kind == "growing":
         if attention.has_descales:
             raise InputError("--inputs", f"growing scores need more range than {attention.dtype} has; there are normal and sink")

@@ -145,7 +145,7 @@ def make_inputs(
 
     `inputs`: "normal": N(0, amplitude²). "sink": the first four keys score about 8 above the rest (natural units), as the first
     tokens of a language model do. "growing": scores rise along the keys by 100 in all, so that a running maximum moves at every
-    block. "descaled": as "normal"; the problem has random descales. "uneven": likewise, those of v's blocks far apart.
+    block. With so small a scale that k's type has no numbers for it, by less. "descaled": as "normal"; the problem has random descales. "uneven": likewise, those of v's blocks far apart.
 
     `layout`: "contiguous" (batch, seq, heads, dim); "fused": slices of one (batch, seq, heads + 2 · kv_heads, dim) tensor, as a
     fused projection leaves them (needs seqlen_q = seqlen_k, head_dim = head_dim_v); "transposed": views of (batch, heads, seq,
@@ -159,12 +159,12 @@ def make_inputs(
     v = _normal(rng, (b, problem.sk, problem.hkv, attention.dv), amplitude)
     if inputs in ("sink", "growing"):
         q[..., 0] = 8.0
-        per_unit = 1.0 / (8.0 * attention.softmax_scale)  # of k's first column, for one unit of score
+        most = _most_of_k(attention, PATTERNS[inputs])
         if inputs == "sink":
             k[..., 0] = 0.0
-            k[:, :4, :, 0] = 8.0 * per_unit
+            k[:, :4, :, 0] = most
         else:
-            k[..., 0] = (np.linspace(0.0, 100.0, problem.sk) * per_unit)[:, None]
+            k[..., 0] = np.linspace(0.0, most, problem.sk)[:, None]
     q_unit, k_unit = int8_units(attention, inputs, amplitude)
     q, k = q / np.float32(q_unit), k / np.float32(k_unit)
     return _laid_out(cast(q, attention.dtype), cast(k, attention.dtype), cast(v, attention.value_dtype), layout)
@@ -186,10 +186,20 @@ def int8_units(attention: Attention, inputs: Inputs, amplitude: float = 1.0) -> 
     types 1."""
     if attention.dtype != "int8":
         return 1.0, 1.0
-    score = {"sink": 8.0, "growing": 100.0}.get(inputs, 0.0)
-    largest = (8.0, score / (8.0 * attention.softmax_scale)) if score else (0.0, 0.0)
+    score = PATTERNS.get(inputs, 0.0)
+    largest = (8.0, _most_of_k(attention, score)) if score else (0.0, 0.0)
     q, k = (max(4.0 * amplitude * narrowing(attention), x) / INT8_MAX for x in largest)
     return q, k
+
+
+PATTERNS: dict[Inputs, float] = {"sink": 8.0, "growing": 100.0}
+"""What of the inputs scores most, and by how much: q has 8 in its first column, and k what makes the score."""
+
+
+def _most_of_k(attention: Attention, score: float) -> float:
+    """The largest value of a pattern in k's first column; with a very small softmax scale the most that k's type has a number for."""
+    limit = {"fp16": 6e4, "e4m3": 448.0}.get(attention.dtype, 1e38)
+    return min(score / (8.0 * attention.softmax_scale), limit)
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...], amplitude: float) -> F32:

@@ -125,7 +125,7 @@ def of_tile(tiles: Tiles, head: Expr, head_kv: Expr, batch: Expr, m: Expr, step:
         least=LEAST_SCORE_SCALE,
     )
     if by_block(tiles):
-        return (replace(load, factors=("q_descale",), head=head, batch=batch, block=m),)
+        return (replace(load, factors=("q_descale",), least=None, head=head, batch=batch, block=m),)  # of the product with k's
     return (_shared(tiles, load, head_kv, batch),)
 
 

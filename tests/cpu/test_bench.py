@@ -1095,6 +1095,15 @@ def test_growing_scores_need_range(attention, problem, block, message):
     bench_inputs.check_inputs("growing", Attention(head_dim=64), problem, block)
 
 
+@pytest.mark.parametrize("dtype, scale", [("e4m3", 2e-3), ("fp16", 1e-5)])
+def test_a_sink_needs_range(dtype, scale):
+    attention, problem = Attention(head_dim=64, dtype=dtype, scale=scale), Problem(1, 64, 64, 1, 1)
+    with pytest.raises(InputError, match=f"--inputs: a sink with scale {scale:g} needs .* in k, beyond the range of {dtype}"):
+        bench_inputs.check_inputs("sink", attention, problem)
+    bench_inputs.check_inputs("sink", Attention(head_dim=64, dtype=dtype, scale=0.02), problem)
+    bench_inputs.check_inputs("sink", Attention(head_dim=64, dtype="int8", scale=scale), problem)
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("kind", bench_inputs.KINDS)
 def test_inputs_have_the_pattern_that_they_are_named_for(kind, dtype, monkeypatch):

@@ -227,10 +227,17 @@ def test_scores_of_a_large_scale_can_be_told_apart(dtype, head_dim, scale):
     assert (q == 0).mean() < 0.08, "and numbers are left for them"
 
 
-@pytest.mark.parametrize("scale", [256.0, 1e-30])
+@pytest.mark.parametrize("scale", [256.0, 1e-4, 1e-30])
 @pytest.mark.parametrize("inputs", ["normal", "sink", "growing"])
 @pytest.mark.parametrize(
-    "name, changes", [("fa2", {"dtype": "fp16"}), ("fa3", {}), ("fa3_fp8", {}), ("fa3_fp8", {"dtype": "int8"})], ids=str
+    "name, changes",
+    [
+        ("fa2", {"dtype": "fp16"}),
+        ("fa3", {}),
+        *(("fa3_fp8", {"dtype": d, "scale_granularity": g}) for d in ("e4m3", "int8") for g in ("head", "block")),
+        ("fa3_fp8", {"dtype": "fp16", "precision": "e4m3", "scale_granularity": "block"}),
+    ],
+    ids=str,
 )
 def test_kernels_are_right_at_both_ends_of_the_scale(name, changes, inputs, scale):
     a, s = load(name, head_dim=64, scale=scale, **changes)
@@ -238,6 +245,7 @@ def test_kernels_are_right_at_both_ends_of_the_scale(name, changes, inputs, scal
     out, lse = simulate(a, s, c.q, c.k, c.given_v, **c.descales)
     verdict = check(a, c.q, c.k, c.v, out, lse, schedule=s, **c.row_descales)
     assert verdict.passed, verdict.reason
+    assert np.isfinite(out.astype(np.float32)).all() and np.isfinite(lse).all(), "the inputs are numbers of their type"
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "e4m3"])

@@ -517,6 +517,16 @@ def test_q04_quantised_zeros_attend_to_all_alike(granularity: str, dtype: str, c
         np.testing.assert_allclose(lse, exact_lse, rtol=1e-6)
 
 
+@pytest.mark.parametrize("granularity", GRANULARITIES)
+def test_only_the_product_of_descales_has_a_least_value(granularity: str) -> None:
+    """One of them may be as small as float32 is where the other makes up for it."""
+    a, s = fp8(scale_granularity=granularity)
+    q, k, v = make_inputs(a, Problem(1, 130, 200, 2, 1), seed=1)
+    out, lse = simulate(a, s, q, k, v, q_descale=2.0**-110, k_descale=2.0**110)
+    want = simulate(a, s, q, k, v)
+    assert np.array_equal(out, want[0]) and np.array_equal(lse, want[1])
+
+
 @pytest.mark.parametrize("granularity", ["head", "block"])
 def test_a_descale_that_is_nan_shows(granularity: str) -> None:
     """As quantised int8 tensors with NaN have it: where it is the larger of two is not 2^−100."""

@@ -137,6 +137,8 @@ def test_q04_quantised_zeros_attend_to_all_alike(torch: Any, dtype: str, granula
         out, lse = kernel(z.q, z.k, z.v, v_descale=z.v_descale, **descales)
         assert np.abs(out.double().cpu().numpy() - exact).max() < 0.03
         np.testing.assert_allclose(lse.cpu().numpy(), exact_lse, rtol=1e-5)
+    ones, same = kernel(z.q, z.k, z.v), kernel(z.q, z.k, z.v, q_descale=2.0**-110, k_descale=2.0**110)
+    assert all(torch.equal(x, y) for x, y in zip(ones, same)), "the product has a least value, not one of them"
     wrong = torch.full_like(z.k_descale, float("nan"))
     out, lse = kernel(z.q, z.k, z.v, q_descale=z.q_descale, k_descale=wrong, v_descale=z.v_descale)
     assert bool(lse.isnan().all()) and bool(out.isnan().all())

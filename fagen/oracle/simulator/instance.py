@@ -242,7 +242,7 @@ class Instance:
         product = np.float32(step.constant) * (np.float32(1) if step.times is None else self.scalars[step.times])
         for name in step.factors:
             product *= np.float32(self.cta.memory.descale(name, *place))
-        self.scalars[step.var] = product if step.least is None else max(product, np.float32(step.least))
+        self.scalars[step.var] = product if step.least is None else np.maximum(product, np.float32(step.least))
 
     def scale_shift(self, step: st.ScaleShift) -> None:
         shift = np.log2(np.maximum(self.scalars[step.scale], np.float32(step.least)))
