@@ -120,6 +120,9 @@ def run(arguments: Sequence[str]) -> int:
     except FagenError as e:
         _say(str(e))
         return e.exit_code
+    except MemoryError as e:
+        _say(f"this machine has too little memory for sizes like these: {e or 'out of memory'}")
+        return 1
     except Exception as e:
         if _interrupted(e):
             _say("interrupted")

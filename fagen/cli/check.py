@@ -242,10 +242,7 @@ def _on_cpu(items: list[common.Selected], kernels: list[Item], seed: int, repeat
     for item in items:
         common.planned(item)
     with common.Progress(f"simulating (seed {seed})", sum(len(k.problems) for k in kernels)) as progress:
-        try:
-            return check_cpu(kernels, seed=seed, repeat=repeat, on_result=lambda r: progress.step(_line(r)))
-        except MemoryError as e:
-            raise InputError("--shape", f"is too large for the simulator on this machine: {e or 'out of memory'}") from None
+        return check_cpu(kernels, seed=seed, repeat=repeat, on_result=lambda r: progress.step(_line(r)))
 
 
 def _keep(path: str, items: list[common.Selected], builts: list[Built], run: GpuRun, jitter: int | None) -> None:

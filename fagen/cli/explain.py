@@ -21,7 +21,11 @@ if TYPE_CHECKING:
 @common.set_option
 @common.causal_option
 @click.option("--shape", metavar="B,HQ,HKV,SQ,SK", help="Also count what these sizes cost, and say what binds, on an H200.")
-@click.option("--no-compile", is_flag=True, help="Only what the plan says; leave the compiler's registers out.")
+@click.option(
+    "--no-compile",
+    is_flag=True,
+    help="Only what the plan says, and as many registers as the launch allows instead of the compiler's.",
+)
 @click.option(
     "--measure",
     is_flag=True,
@@ -70,6 +74,8 @@ def command(
     found = None
     if problem is not None:
         found = time_of(item, plan, problem, report, measure, rounds, output, from_results, folder)
+    if report is None and problem is not None:
+        common.note("without the compiler's registers an SM may hold more CTAs than said here, which changes times and bounds")
     answer = explain(plan, report, problem, measured=found)
     if page is not None:
         from ..explore.page import write_page

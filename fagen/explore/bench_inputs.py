@@ -15,7 +15,7 @@ from typing import Any
 from ..attention import Attention
 from ..errors import InputError
 from ..interop.arrays import FRAMEWORK_NAMES
-from ..oracle.inputs import int8_units, narrowing
+from ..oracle.inputs import PATTERN_Q, int8_units, narrowing
 from ..oracle.numeric import INT8_MAX
 from ..plan.kernel import Problem
 
@@ -29,8 +29,6 @@ KINDS = {
 GROWTH = 30.0
 """Powers of two a block: twice what the check of a stale maximum lets through."""
 SINK_KEYS, SINK_SCORE = 4, 8.0
-Q_VALUE = 8.0
-"""Of q in the columns that carry a pattern of scores; k has score / (Q_VALUE · scale) there."""
 LARGEST = {"bf16": 3.3e38, "fp16": 65504.0, "e4m3": 448.0, "int8": 3.3e38}
 """Of k: of int8 what its multiples of a descale come to."""
 
@@ -65,7 +63,7 @@ def make_inputs(torch: Any, attention: Attention, problem: Problem, kind: str, s
     if narrow != 1.0:
         q, k = ((x.float() * narrow).to(x.dtype) for x in (q, k))
     for column, values in _pattern(torch, attention, problem, kind, block, k):
-        q[..., column] = Q_VALUE
+        q[..., column] = PATTERN_Q * narrow
         k[..., column] = values[:, None].to(k.dtype)
     if a.dtype != "int8":
         return q, k, v
@@ -106,4 +104,4 @@ def _pattern(torch: Any, attention: Attention, problem: Problem, kind: str, bloc
 
 def _per_unit(attention: Attention) -> float:
     """Of k in a pattern's column, for one natural unit of score."""
-    return 1.0 / (Q_VALUE * attention.softmax_scale)
+    return 1.0 / (PATTERN_Q * narrowing(attention) * attention.softmax_scale)

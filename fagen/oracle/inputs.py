@@ -158,7 +158,7 @@ def make_inputs(
     k = _normal(rng, (b, problem.sk, problem.hkv, d), narrow)
     v = _normal(rng, (b, problem.sk, problem.hkv, attention.dv), amplitude)
     if inputs in ("sink", "growing"):
-        q[..., 0] = 8.0
+        q[..., 0] = PATTERN_Q * narrowing(attention)
         most = _most_of_k(attention, PATTERNS[inputs])
         if inputs == "sink":
             k[..., 0] = 0.0
@@ -187,19 +187,21 @@ def int8_units(attention: Attention, inputs: Inputs, amplitude: float = 1.0) -> 
     if attention.dtype != "int8":
         return 1.0, 1.0
     score = PATTERNS.get(inputs, 0.0)
-    largest = (8.0, _most_of_k(attention, score)) if score else (0.0, 0.0)
+    largest = (PATTERN_Q * narrowing(attention), _most_of_k(attention, score)) if score else (0.0, 0.0)
     q, k = (max(4.0 * amplitude * narrowing(attention), x) / INT8_MAX for x in largest)
     return q, k
 
 
 PATTERNS: dict[Inputs, float] = {"sink": 8.0, "growing": 100.0}
-"""What of the inputs scores most, and by how much: q has 8 in its first column, and k what makes the score."""
+"""By how much the inputs' largest scores stand out, in natural units: q has one number in its first column, and k what makes the score."""
+PATTERN_Q = 8.0
+"""That number, but for `narrowing`."""
 
 
 def _most_of_k(attention: Attention, score: float) -> float:
     """The largest value of a pattern in k's first column; with a very small softmax scale the most that k's type has a number for."""
     limit = {"fp16": 6e4, "e4m3": 448.0}.get(attention.dtype, 1e38)
-    return min(score / (8.0 * attention.softmax_scale), limit)
+    return min(score / (PATTERN_Q * narrowing(attention) * attention.softmax_scale), limit)
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...], amplitude: float) -> F32:

@@ -1,6 +1,6 @@
 """Which pairs of attention and schedule are legal, and what to say of the others.
 
-Four layers, each checked only if the one before it holds: *types* (Python's numbers or those of a library), *values* (every field by itself),
+Four layers, each checked only if the one before it holds: *types* (Python's values or those of a library), *values* (every field by itself),
 *structure* (fields together) and *resources* (shared memory, registers, barriers). `check` raises one ScheduleError with every violation of the first failing layer.
 """
 
@@ -114,29 +114,35 @@ def _ways_out(attention: Attention, schedule: Schedule, v: Violation, alone: boo
 
 
 def types(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
-    """Numbers of other libraries, as NumPy's int64, are no Python numbers: plans are compared, hashed and printed by their fields."""
+    """Values of other libraries, as NumPy's int64, are not Python's: plans are compared, hashed and printed by their fields."""
     mine: dict[str, object] = {}
     found: dict[str, str] = {}
     for name, value in (*vars(attention).items(), *vars(schedule).items()):
         foreign = next((x for x in (value if isinstance(value, tuple) else (value,)) if _is_foreign(x)), None)
         if foreign is not None:
             mine[name] = tuple(map(_own, value)) if isinstance(value, tuple) else _own(value)
-            found[name] = f"{value!r} holds a {type(foreign).__module__}.{type(foreign).__name__}; knobs are Python numbers"
+            found[name] = f"{value!r} holds a {type(foreign).__module__}.{type(foreign).__name__}; knobs are plain Python values"
     if not found:
         return
     of_a = {n: x for n, x in mine.items() if n in Attention.field_names()}
     of_s = {n: x for n, x in mine.items() if n not in of_a}
     wrong = {v.field: v.nearest for v in values(attention.replace(**of_a), schedule.replace(**of_s))}
     for name, message in found.items():
-        yield Violation("python-number", name, message, wrong.get(name, (mine[name],)))
+        yield Violation("python-value", name, message, wrong.get(name, (mine[name],)))
 
 
 def _is_foreign(x: Any) -> bool:
-    return isinstance(x, numbers.Number) and not isinstance(x, (int, float)) and hasattr(x, "item")
+    if isinstance(x, (int, float)):  # NumPy's float64 is one
+        return False
+    return isinstance(x, numbers.Real) or type(x).__module__ == "numpy" and getattr(x, "ndim", 1) == 0
 
 
 def _own(x: Any) -> Any:
-    return x.item() if _is_foreign(x) else x
+    if not _is_foreign(x):
+        return x
+    if isinstance(x, numbers.Real):
+        return int(x) if isinstance(x, numbers.Integral) else float(x)
+    return x.item()  # NumPy's bool, or text
 
 
 # values -----------------------------------------------------------------------------------------------------------------

@@ -196,13 +196,13 @@ def test_exit_codes_and_environment_variables_are_those_of_the_code() -> None:
 
 
 @functools.lru_cache(maxsize=16)
-def emitted(mark: str) -> frozenset[str]:
+def emitted(mark: str) -> tuple[str, ...]:
     """Lines of the kernel that a comment such as `emitted: fa3 stages=3 overlap='within'` names."""
     name, *settings = mark.removeprefix("emitted: ").split()
     attention, schedule = fagen.load(
         name, **{field: ast.literal_eval(value) for field, _, value in (x.partition("=") for x in settings)}
     )
-    return frozenset(line.strip() for line in emit(fagen.plan(attention, schedule)).text.splitlines())
+    return tuple(line.strip() for line in emit(fagen.plan(attention, schedule)).text.splitlines())
 
 
 @pytest.mark.parametrize("name", PAGES)
@@ -210,9 +210,14 @@ def test_cuda_on_the_pages_is_what_is_emitted(name: str) -> None:
     for b in blocks(name):
         if b.language == "cuda":
             assert b.mark.startswith("emitted: "), f"{name}: a cuda block that does not say what emits it"
+            lines = emitted(b.mark)
             for line in filter(None, map(str.strip, b.text.splitlines())):
-                near = difflib.get_close_matches(line, emitted(b.mark), 3, 0.4)
-                assert line in emitted(b.mark), f"{name} [{b.mark}] shows\n  {line}\nemitted is\n  " + "\n  ".join(near)
+                near = difflib.get_close_matches(line, lines, 3, 0.4)
+                assert line in lines, f"{name} [{b.mark}] shows\n  {line}\nemitted is\n  " + "\n  ".join(near)
+            shown = tuple(map(str.strip, b.text.strip().splitlines()))
+            if shown[-1] == "}":  # a whole loop, not lines from here and there
+                places = [i for i, line in enumerate(lines) if line == shown[0]]
+                assert any(lines[i : i + len(shown)] == shown for i in places), f"{name} [{b.mark}] leaves lines out"
 
 
 # ---------------------------------------------------------------------------------------------------------------- names and links

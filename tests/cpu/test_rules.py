@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import math
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -175,9 +176,14 @@ MISTAKES: list[tuple[Pair, dict[str, Any], str, str, tuple[str, ...]]] = [
     (FA3, {"registers": (24, 160)}, "registers", "tile_kv", ("S 88", "P 44", "O 64", "160")),
     (FA3, {"registers": (24, 64)}, "registers", "registers", ("S 88", "P 44", "O 64", "64")),  # no tile_kv needs so few
     (FA2, {"registers": (100, 100)}, "registers", "registers", ("(100, 100)", "multiples of 8")),
-    (FA3, {"tile_q": np.int64(128)}, "python-number", "tile_q", ("128", "numpy.int64")),
-    (FA3, {"stages": (np.int32(2), 2)}, "python-number", "stages", ("2", "numpy.int32")),
-    (FA3, {"scale": np.float32(0.5)}, "python-number", "scale", ("0.5", "numpy.float32")),
+    (FA3, {"tile_q": np.int64(128)}, "python-value", "tile_q", ("128", "numpy.int64")),
+    (FA3, {"stages": (np.int32(2), 2)}, "python-value", "stages", ("2", "numpy.int32")),
+    (FA3, {"tile_q": np.int64(130)}, "python-value", "tile_q", ("130", "numpy.int64")),  # and no tile either
+    (FA3, {"scale": np.longdouble(1000)}, "python-value", "scale", ("1000", "numpy.longdouble")),
+    (FA3, {"scale": Fraction(1, 8)}, "python-value", "scale", ("(1, 8)", "fractions.Fraction")),
+    (FA3, {"fuse_tiles": np.bool_(False)}, "python-value", "fuse_tiles", ("False", "numpy.bool")),
+    (FA3, {"mask": np.str_("causal")}, "python-value", "mask", ("causal", "numpy.str_")),
+    (FA3, {"scale": np.float32(0.5)}, "python-value", "scale", ("0.5", "numpy.float32")),
     (FA3, {"scale": 1000}, "scale", "scale", ("1000", "256")),
     (FA2, {"tile_q": 256, "tile_kv": 128}, "registers", "tile_kv", ("S 128", "P 64", "O 128", "255")),
 ]  # fmt: skip

@@ -525,6 +525,8 @@ def test_only_the_product_of_descales_has_a_least_value(granularity: str) -> Non
     out, lse = simulate(a, s, q, k, v, q_descale=2.0**-110, k_descale=2.0**110)
     want = simulate(a, s, q, k, v)
     assert np.array_equal(out, want[0]) and np.array_equal(lse, want[1])
+    _, lse = simulate(a, s, q, k, v, q_descale=2.0**-127, k_descale=2.0**127)  # multiplications take a subnormal for 0
+    np.testing.assert_allclose(lse, np.log(200), rtol=1e-6)
 
 
 @pytest.mark.parametrize("granularity", ["head", "block"])

@@ -241,7 +241,7 @@ class Instance:
         place = [self.value(e) for e in (step.batch, step.head, step.block) if e is not None]
         product = np.float32(step.constant) * (np.float32(1) if step.times is None else self.scalars[step.times])
         for name in step.factors:
-            product *= np.float32(self.cta.memory.descale(name, *place))
+            product = _flushed(product * _flushed(np.float32(self.cta.memory.descale(name, *place))))
         self.scalars[step.var] = product if step.least is None else np.maximum(product, np.float32(step.least))
 
     def scale_shift(self, step: st.ScaleShift) -> None:
@@ -471,6 +471,11 @@ class Instance:
     def promote(self, step: st.Promote) -> None:
         total = self.registers[step.total]
         self._put(total, total.value + self.registers[step.o].value)
+
+
+def _flushed(x: np.float32) -> np.float32:
+    """As multiplications take and leave numbers too small to be normal: as 0 (kernels are compiled with --use_fast_math, PTX's .ftz)."""
+    return np.float32(0) if abs(x) < np.finfo(np.float32).tiny else x
 
 
 def _by_warp(rows: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
