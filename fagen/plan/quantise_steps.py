@@ -235,7 +235,7 @@ class QuantiseRows(Step):
 
 @dataclass(frozen=True, kw_only=True)
 class AddShift(Step):
-    """dst += src, elements first … below `limit` of arrays of one shape, a thread an element."""
+    """dst += src, elements first … below `limit` of arrays of one shape, a thread an element; −∞, lse of a row that sees no key, stays."""
 
     dst: str
     src: str

@@ -169,7 +169,8 @@ def _quantise_rows(x: Instance, step: qs.QuantiseRows) -> None:
 def _add_shift(x: Instance, step: qs.AddShift) -> None:
     memory, first = x.cta.memory, x.value(step.first) + 32 * x.index
     end = min(first + 32, x.value(step.limit))
-    memory.outputs[step.dst].reshape(-1)[first:end] += memory.spaces[step.src].reshape(-1)[first:end]
+    lse, shift = (a.reshape(-1)[first:end] for a in (memory.outputs[step.dst], memory.spaces[step.src]))
+    np.add(lse, shift, out=lse, where=lse != -np.inf)
 
 
 PRIVATE = (
