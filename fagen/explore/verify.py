@@ -88,7 +88,7 @@ def judge(torch: Any, want: Expected, out: Any, lse: Any | None) -> Verdict:
     got = _numpy(out[b[:, None], r[None, :], h[:, None]])[:, :, None]
     got_lse = want.reference[1] if lse is None else _numpy(lse[b[:, None], h[:, None], r[None, :]])[:, None]
     return compare(
-        got, got_lse, reference=want.reference, baseline=want.baseline, dtype=want.dtype, score_step=want.score_step, rms=False
+        got, got_lse, reference=want.reference, baseline=want.baseline, dtype=want.dtype, score_step=want.score_step, whole=None
     )
 
 

@@ -3,7 +3,7 @@ from it; where the plan quantises, its baseline quantises too."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,13 +21,17 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
+Whole = Literal["spread", "scale"]
+"""What `compare` judges of a head as a whole: its errors' root mean square, or whether it is too large or small by a factor."""
+
+
 class Yardstick(NamedTuple):
-    """(out, lse) of reference and baseline, and what `compare` takes as score_step and rms."""
+    """(out, lse) of reference and baseline, and what `compare` takes as score_step and whole."""
 
     reference: tuple[Array, Array]
     baseline: tuple[Array, Array]
     score_step: float
-    rms: bool
+    whole: Whole
 
 
 def quantiser_of(schedule: Schedule) -> Quantiser | None:
@@ -56,17 +60,17 @@ def yardstick(
     quantiser = None if schedule is None else quantiser_of(schedule)
     if schedule is None or quantiser is None:
         outs, lse = baselines_of(attention, q, k, v, rows, largest_weights(attention, schedule), **descales)
-        return Yardstick(reference, (farthest(outs, reference[0]), lse), score_step(attention, q, k, **descales), _even(attention))
+        return Yardstick(reference, (farthest(outs, reference[0]), lse), score_step(attention, q, k, **descales), _whole(attention))
     inner, _ = attended(attention, schedule)
     quantised = quantise(q, k, v, quantiser)
     of_q, of_k, of_v = quantised.dequantised()
     outs, lse = baselines_of(inner, of_q, of_k, of_v, rows, largest_weights(inner, schedule))
     if quantised.k_mean is not None:
         lse += lse_shift(q[:, np.asarray(rows, np.int64)], quantised.k_mean, attention.softmax_scale)
-    return Yardstick(reference, (farthest(outs, reference[0]), lse), score_step(inner, of_q, of_k), _even(inner))
+    return Yardstick(reference, (farthest(outs, reference[0]), lse), score_step(inner, of_q, of_k), _whole(inner))
 
 
-def _even(attention: Attention) -> bool:
-    """Whether P loses as little whatever part of its type's range a row uses: then a kernel's errors are the baseline's on average, too. e4m3
+def _whole(attention: Attention) -> Whole:
+    """P of 16 bits loses as little whatever part of its type's range a row uses: then a kernel's errors are the baseline's on average, too. e4m3
     has so few small numbers that they need not be (docs/schedule.md, `reference`)."""
-    return attention.value_dtype != "e4m3"
+    return "scale" if attention.value_dtype == "e4m3" else "spread"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import FrozenInstanceError
 
 import numpy as np
@@ -19,7 +20,7 @@ def judge(got, ref, base=None, lse=(0.0,), ref_lse=(0.0,), dtype="bf16"):
     rows = len(ref_lse)
     o, r, b = (np.array(x, float).reshape(1, rows, 1, -1) for x in (got, ref, ref if base is None else base))
     s, t = (np.array(x, float).reshape(1, 1, rows) for x in (lse, ref_lse))
-    return compare(o, s, reference=(r, t), baseline=(b, t), dtype=dtype, rms=False)
+    return compare(o, s, reference=(r, t), baseline=(b, t), dtype=dtype, whole=None)
 
 
 @pytest.mark.parametrize(
@@ -202,12 +203,41 @@ def test_what_is_a_little_wrong_everywhere_is_seen(changes, scale):
     assert found.reason.startswith("out[0, :, 2]: the root mean square of its errors, ")
 
 
+@pytest.mark.parametrize("off", [1, -1])
+@pytest.mark.parametrize(
+    "changes, by",
+    [({}, 0.03), ({"dtype": "int8", "mask": "causal"}, 0.03), ({"dtype": "bf16", "precision": "e4m3", "hadamard": True}, 0.06)],
+    ids=str,
+)
+def test_a_scale_of_eight_bits_that_is_a_little_off_is_seen(changes, by, off):
+    """By less than what P's three bits change an element by."""
+    a, s = load("fa3_fp8", head_dim=64, **changes)
+    c = make_case(a, s, CheckProblem(1, 256, 300, 4, 2), seed=3)
+    out, lse = simulate(a, s, c.q, c.k, c.given_v, **c.descales)
+    assert check(a, c.q, c.k, c.v, out, lse, schedule=s, **c.row_descales).passed
+    wrong = out.copy()
+    wrong[:, :, 2] = (out[:, :, 2].astype(np.float64) * (1 + off * by)).astype(out.dtype)
+    found = check(a, c.q, c.k, c.v, wrong, lse, schedule=s, **c.row_descales)
+    assert found.error_ratio < 1 and not found.passed
+    assert re.match(r"out\[0, :, 2\] is [+-]\S+ % too large as a whole, beyond the bound of \S+ %", found.reason), found.reason
+
+
+def test_rows_without_keys_and_zeros_have_no_scale():
+    zero = np.zeros((1, 8, 2, 64)), np.full((1, 2, 8), -np.inf)
+    assert compare(*zero, reference=zero, baseline=zero, dtype="bf16", whole="scale").passed
+    one = np.zeros((1, 8, 2, 64)), np.zeros((1, 2, 8))
+    one[0][0, 3, 1] = np.linspace(1, 2, 64)
+    off = one[0] * 1.03, one[1]
+    given = {"reference": one, "baseline": (one[0] + 0.03, one[1]), "dtype": "bf16", "whole": "scale"}
+    assert compare(*off, **given).passed and not compare(one[0] * 1.2, one[1], **given).passed
+
+
 def test_others_functions_are_judged_by_their_elements_alone():
     want = np.linspace(1, 2, 4096).reshape(1, 64, 1, 64)
     base, got, lse = want.copy(), want + 0.004, np.zeros((1, 1, 64))
     base[0, 5, 0, 7] += 0.01
     given = {"reference": (want, lse), "baseline": (base, lse), "dtype": "bf16"}
-    assert not compare(got, lse, **given).passed and compare(got, lse, **given, rms=False).passed
+    assert not compare(got, lse, **given).passed and compare(got, lse, **given, whole=None).passed
     one = want.copy()
     one[0, 3, 0, 3] += 0.004
     assert compare(one, lse, **given | {"baseline": (want, lse)}).passed, "one element may be an ulp off"
