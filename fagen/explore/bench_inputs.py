@@ -15,7 +15,7 @@ from typing import Any
 from ..attention import Attention
 from ..errors import InputError
 from ..interop.arrays import FRAMEWORK_NAMES
-from ..oracle.inputs import PATTERN_Q, int8_units, narrowing
+from ..oracle.inputs import PATTERN_Q, PATTERNS, int8_units, largest_of_k, narrowing, per_unit
 from ..oracle.numeric import INT8_MAX
 from ..plan.kernel import Problem
 
@@ -28,9 +28,7 @@ KINDS = {
 
 GROWTH = 30.0
 """Powers of two a block: twice what the check of a stale maximum lets through."""
-SINK_KEYS, SINK_SCORE = 4, 8.0
-LARGEST = {"bf16": 3.3e38, "fp16": 65504.0, "e4m3": 448.0, "int8": 3.3e38}
-"""Of k: of int8 what its multiples of a descale come to."""
+SINK_KEYS = 4
 
 
 def check_inputs(kind: str, attention: Attention, problem: Problem, block: int | None = None) -> None:
@@ -38,16 +36,15 @@ def check_inputs(kind: str, attention: Attention, problem: Problem, block: int |
     keys is)."""
     if kind not in KINDS:
         raise InputError("--inputs", f"no inputs {kind!r}; there are {', '.join(KINDS)}")
-    if kind == "sink" and SINK_SCORE * _per_unit(attention) > LARGEST[attention.dtype]:
-        need = f"{SINK_SCORE * _per_unit(attention):.3g}"
-        raise InputError(
-            "--inputs", f"a sink with scale {attention.softmax_scale:g} needs {need} in k, beyond the range of {attention.dtype}"
-        )
+    sink = PATTERNS["sink"] * per_unit(attention)
+    if kind == "sink" and sink > largest_of_k(attention):
+        what = f"a sink with scale {attention.softmax_scale:g} needs {sink:.3g} in k"
+        raise InputError("--inputs", f"{what}, beyond the range of {attention.dtype}")
     if kind == "growing":
         if attention.has_descales:
             raise InputError("--inputs", f"growing scores need more range than {attention.dtype} has; there are normal and sink")
-        largest = 0.0 if block is None else _per_unit(attention) * math.log(2) * GROWTH / block * problem.sk / 2
-        if largest > LARGEST[attention.dtype]:
+        largest = 0.0 if block is None else per_unit(attention) * math.log(2) * GROWTH / block * problem.sk / 2
+        if largest > largest_of_k(attention):
             raise InputError("--inputs", f"growing scores over {problem.sk} keys exceed the range of {attention.dtype}; use bf16")
 
 
@@ -93,15 +90,10 @@ def _pattern(torch: Any, attention: Attention, problem: Problem, kind: str, bloc
         return
     keys = torch.arange(problem.sk, device=like.device, dtype=torch.float32)
     if kind == "sink":
-        yield 0, (keys < SINK_KEYS) * (SINK_SCORE * _per_unit(attention))
+        yield 0, (keys < SINK_KEYS) * (PATTERNS["sink"] * per_unit(attention))
         return
     powers = ((problem.sk - 1) / 2 - keys) * (GROWTH / block)
-    values = powers * (math.log(2) * _per_unit(attention))
+    values = powers * (math.log(2) * per_unit(attention))
     coarse = values.to(like.dtype).float()
     yield attention.head_dim - 2, coarse
     yield attention.head_dim - 1, values - coarse
-
-
-def _per_unit(attention: Attention) -> float:
-    """Of k in a pattern's column, for one natural unit of score."""
-    return 1.0 / (PATTERN_Q * narrowing(attention) * attention.softmax_scale)

@@ -4,7 +4,7 @@
 2. out, where finite: |out − reference| ≤ 2 · (largest error of the baseline) + 1 ulp of the output's type at the reference.
 3. Where P has 16 bits: the root mean square of out's errors in each (batch, head) ≤ 1.5 · that of the baseline's + what one element may differ
    by, 1 ulp. It shows what is a little wrong everywhere, as a scale that is half a percent off, which no single element tells.
-   Where P is e4m3: by what part of itself each (batch, head) of out is too large, Σ out·reference / Σ reference² − 1, is at most twice that of
+   Where P is e4m3: by what part of itself each (batch, head) of out is too large, Σ error · reference / Σ reference², is at most twice that of
    the baseline + 0.01 + 0.03 / √(rows that count). Roundings to 3 bits go either way, a wrong scale does not: 2 % of it show in 100 rows.
 4. lse, where finite: |lse − reference| ≤ 2 · (largest error of the baseline's lse) + 16 ulp of float32 at the largest |lse|
    + for e4m3, what the tensor core may cut off one score (`score_step`).
@@ -185,15 +185,16 @@ def _spread(got: F64, want: F64, base: F64, ulps: F64, known: Mask) -> str:
 def _scale(got: F64, want: F64, base: F64, known: Mask) -> str:
     """Which (batch, head) is furthest beyond what its scale may be off, or ""."""
     g, w, b = (np.where(known, x, 0.0) for x in (got, want, base))
+    tiny = np.finfo(np.float64).tiny  # a head of zeros has no scale
     energy = (w * w).sum(axis=3)  # of each row
-    total = np.maximum(energy.sum(axis=1), np.finfo(np.float64).tiny)
-    rows = np.maximum(total**2 / np.maximum((energy**2).sum(axis=1), np.finfo(np.float64).tiny), 1.0)
-    mine, its = ((x * w).sum(axis=(1, 3)) / total - (energy.sum(axis=1) > 0) for x in (g, b))
+    total = np.maximum(energy.sum(axis=1), tiny)
+    rows = np.maximum(total**2 / np.maximum((energy**2).sum(axis=1), tiny), 1.0)
+    mine, its = (((x - w) * w).sum(axis=(1, 3)) / total for x in (g, b))
     bound = ERROR_FACTOR * np.abs(its) + SCALE_OFF + SCALE_OFF_ONE_ROW / np.sqrt(rows)
     if (np.abs(mine) <= bound).all():
         return ""
     i, h = np.unravel_index(int(np.argmax(np.abs(mine) - bound)), mine.shape)
-    return f"out[{i}, :, {h}] is {100 * mine[i, h]:+.2g} % too large as a whole, beyond the bound of {100 * bound[i, h]:.2g} %"
+    return f"out[{i}, :, {h}] is {100 * mine[i, h]:+.2g} % off as a whole, beyond the bound of {100 * bound[i, h]:.2g} %"
 
 
 def _failed(reason: str) -> Verdict:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 from typing import cast as typed
 
+import ml_dtypes
 import numpy as np
 
 from ..attention import Attention
@@ -18,7 +19,7 @@ from ..descales import Descales, Form, by_row, forms
 from ..errors import InputError
 from ..plan.kernel import Problem
 from ..schedule import Schedule
-from .numeric import F32, INT8_MAX, Array, cast
+from .numeric import DTYPES, F32, INT8_MAX, Array, cast
 
 Inputs = Literal["normal", "sink", "growing", "descaled", "uneven"]
 Layout = Literal["contiguous", "fused", "transposed", "strided_k"]
@@ -145,7 +146,8 @@ def make_inputs(
 
     `inputs`: "normal": N(0, amplitude²). "sink": the first four keys score about 8 above the rest (natural units), as the first
     tokens of a language model do. "growing": scores rise along the keys by 100 in all, so that a running maximum moves at every
-    block. With so small a scale that k's type has no numbers for it, by less. "descaled": as "normal"; the problem has random descales. "uneven": likewise, those of v's blocks far apart.
+    block. (Both by less with so small a scale that k has no numbers for it.) "descaled": as "normal"; the problem has random descales.
+    "uneven": likewise, those of v's blocks far apart.
 
     `layout`: "contiguous" (batch, seq, heads, dim); "fused": slices of one (batch, seq, heads + 2 · kv_heads, dim) tensor, as a
     fused projection leaves them (needs seqlen_q = seqlen_k, head_dim = head_dim_v); "transposed": views of (batch, heads, seq,
@@ -198,10 +200,19 @@ PATTERN_Q = 8.0
 """That number, but for `narrowing`."""
 
 
+def per_unit(attention: Attention) -> float:
+    """Of k in a pattern's column, for one natural unit of score."""
+    return 1.0 / (PATTERN_Q * narrowing(attention) * attention.softmax_scale)
+
+
+def largest_of_k(attention: Attention) -> float:
+    """The largest number that k has: of its type; int8 is a multiple of any float32."""
+    return float(ml_dtypes.finfo(np.float32 if attention.dtype == "int8" else DTYPES[attention.dtype]).max)
+
+
 def _most_of_k(attention: Attention, score: float) -> float:
-    """The largest value of a pattern in k's first column; with a very small softmax scale the most that k's type has a number for."""
-    limit = {"fp16": 6e4, "e4m3": 448.0}.get(attention.dtype, 1e38)
-    return min(score / (PATTERN_Q * narrowing(attention) * attention.softmax_scale), limit)
+    """The largest value of a pattern in k; with a very small softmax scale the most that k has a number for."""
+    return min(score * per_unit(attention), largest_of_k(attention))
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...], amplitude: float) -> F32:

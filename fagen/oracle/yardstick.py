@@ -72,5 +72,5 @@ def yardstick(
 
 def _whole(attention: Attention) -> Whole:
     """P of 16 bits loses as little whatever part of its type's range a row uses: then a kernel's errors are the baseline's on average, too. e4m3
-    has so few small numbers that they need not be (docs/schedule.md, `reference`)."""
+    has so few small numbers that they need not be (docs/schedule.md, `reference`); only that they go either way can be asked of it."""
     return "scale" if attention.value_dtype == "e4m3" else "spread"

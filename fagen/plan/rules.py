@@ -1,7 +1,8 @@
 """Which pairs of attention and schedule are legal, and what to say of the others.
 
-Four layers, each checked only if the one before it holds: *types* (Python's values or those of a library), *values* (every field by itself),
-*structure* (fields together) and *resources* (shared memory, registers, barriers). `check` raises one ScheduleError with every violation of the first failing layer.
+Four layers, each checked only if the one before it holds: *types* (Python's values or those of a library), *values* (every field by
+itself), *structure* (fields together) and *resources* (shared memory, registers, barriers). `check` raises one ScheduleError with every
+violation of the first failing layer.
 """
 
 from __future__ import annotations
@@ -437,11 +438,7 @@ def resources(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
     """Shared memory and registers, of the attention kernel: those that quantise need less."""
     attention, s = attended(attention, schedule)
     for violation, fits in _resources_of(attention, s):
-        ways: tuple[object, ...] = _fitting(attention, s, fits) if fits else ()
-        unasked = s.replace(registers=None)
-        if fits and not ways and s.registers is not None and fits(unasked):  # no tile is so small: the registers are at fault
-            violation, ways = replace(violation, field="registers"), (registers.role_registers(attention, unasked), None)
-        yield replace(violation, nearest=ways) if fits else violation
+        yield replace(violation, nearest=_fitting(attention, s, fits)) if fits else violation
 
 
 def _resources_of(attention: Attention, s: Schedule) -> Iterator[tuple[Violation, Callable[[Schedule], bool] | None]]:
@@ -513,7 +510,8 @@ def _missing(s: Schedule, **needed: str) -> str:
 
 
 def _fitting(attention: Attention, s: Schedule, fits: Callable[[Schedule], bool]) -> tuple[str, ...]:
-    """Changes of one knob that make `fits` true: the largest smaller tile_kv, fewer stages, one slot for Q, no copy of the accumulator.
+    """Changes of one knob that make `fits` true: the largest smaller tile_kv, fewer stages, one slot for Q, no copy of the accumulator, the
+    usual registers.
     Those that make the schedule legal, if there are any."""
     smaller = ({"tile_kv": kv} for kv in range(s.tile_kv - 16, 0, -16))
     fewer = ({"stages": n} for n in range(max(s.stages_k, s.stages_v) - 1, 0, -1))
@@ -523,6 +521,7 @@ def _fitting(attention: Attention, s: Schedule, fits: Callable[[Schedule], bool]
         [{"stages_q": None}] * (s.stages_q == 2),
         [{"q_operand": None}] * (s.q_operand is not None),
         [{"promote_every": None}] * (s.promote_every is not None),
+        [{"registers": None}] * (s.registers is not None),
     )
     mending: list[str] = []
     legal: list[str] = []

@@ -7,9 +7,9 @@ An 8-bit tensor stands for itself times its *descale*. q's and k's multiply the 
   head     (batch, KV heads) each, of any strides: the query heads of a group share q's
   block    q (batch, heads, query tiles), k and v (batch, KV heads, key blocks), contiguous, blocks aligned at row 0
 
-A scale of a tensor or a head is the same for all keys of a tile: q's and k's go into the softmax scale, at least `LEAST_SCORE_SCALE` with
-them, v's multiplies the output at the end. Scales of blocks are applied where the block is. k's multiplies its scores. v's, call it v_j, becomes part of P, since the tensor core
-adds up all blocks alike: P of block j is 2^(x + log2 v_j − m + offset) for a score x in units of log2, and m is the running maximum of
+A scale of a tensor or a head is the same for all keys of a tile: q's and k's go into the softmax scale, v's multiplies the output at the
+end. Scales of blocks are applied where the block is. k's multiplies its scores; what scores are multiplied by in all is at least
+`LEAST_SCORE_SCALE`. v's, call it v_j, becomes part of P, since the tensor core adds up all blocks alike: P of block j is 2^(x + log2 v_j − m + offset) for a score x in units of log2, and m is the running maximum of
 x + log2 v_j, not of x. So in every row whatever contributes most to O fills e4m3's range, P overflows no earlier than without scales, and
 the output needs no scale at the end. The row sum is that of 2^(x − m + offset): what P's values sum to, times 1 / v_j. `LEAST_V_SCALE`
 stands for smaller scales of v (0 is that of an empty block), whose P is then 0 beside any other block, and whose row sum still counts.

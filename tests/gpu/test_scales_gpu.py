@@ -123,7 +123,8 @@ def test_arrays_in_device_memory(torch: Any, changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize("granularity", ["tensor", "head", "block"])
 @pytest.mark.parametrize("dtype", ["e4m3", "int8"])
 def test_q04_quantised_zeros_attend_to_all_alike(torch: Any, dtype: str, granularity: str) -> None:
-    """In two steps: both descales are so small that their product is 0 in float32. Arrays on the device nobody checks: a NaN shows there."""
+    """In two steps: both descales are so small that their product is 0 in float32. It is the product that has a least value, not one of
+    them. Arrays on the device nobody checks: a NaN shows there."""
     kernel = make({**ZEROS, "dtype": dtype, "scale_granularity": granularity})
     a, s = kernel.plan.attention, kernel.plan.schedule
     tiles = {"tile_q": s.tile_q, "tile_kv": s.tile_kv} if granularity == "block" else {}
@@ -137,8 +138,12 @@ def test_q04_quantised_zeros_attend_to_all_alike(torch: Any, dtype: str, granula
         out, lse = kernel(z.q, z.k, z.v, v_descale=z.v_descale, **descales)
         assert np.abs(out.double().cpu().numpy() - exact).max() < 0.03
         np.testing.assert_allclose(lse.cpu().numpy(), exact_lse, rtol=1e-5)
-    ones, same = kernel(z.q, z.k, z.v), kernel(z.q, z.k, z.v, q_descale=2.0**-110, k_descale=2.0**110)
-    assert all(torch.equal(x, y) for x, y in zip(ones, same)), "the product has a least value, not one of them"
+    random = fagen.quantise(*(x.normal_() for x in (q, k, v)), precision="fp8" if dtype == "e4m3" else dtype)[:3]
+    ones, same = (
+        kernel(*random, q_descale=0.01, k_descale=0.5),
+        kernel(*random, q_descale=0.01 * 2.0**-100, k_descale=0.5 * 2.0**100),
+    )
+    assert all(torch.equal(x, y) for x, y in zip(ones, same)) and float(ones[1].std()) > 0.1
     wrong = torch.full_like(z.k_descale, float("nan"))
     out, lse = kernel(z.q, z.k, z.v, q_descale=z.q_descale, k_descale=wrong, v_descale=z.v_descale)
     assert bool(lse.isnan().all()) and bool(out.isnan().all())
