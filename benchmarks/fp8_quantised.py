@@ -7,5 +7,5 @@ attention = Attention(head_dim=128)
 schedule = base.schedule.replace(precision="e4m3", hadamard=True)
 tiles = {
     64: {"tile_q": 256, "tile_kv": 64, "consumers": 4, "stages": 4},
-    256: {"tile_kv": 96, "stages": 2, "stages_q": None, "fuse_tiles": True},
+    256: {"tile_kv": 96, "stages": 2, "stages_q": None, "overlap": "both", "fuse_tiles": True},
 }

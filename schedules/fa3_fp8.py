@@ -21,7 +21,7 @@ schedule = Schedule(
 )
 tiles = {
     64: {"tile_q": 256, "tile_kv": 64, "consumers": 4, "stages": 4},
-    256: {"tile_kv": 96, "stages": 2, "stages_q": None, "fuse_tiles": True},
+    256: {"tile_kv": 96, "stages": 2, "stages_q": None, "overlap": "both", "fuse_tiles": True},
     # Beside P·V in 16 bits a block is smaller: P takes twice the registers. (At head_dim 64, scales of blocks under a causal mask leave room
     # for 48 keys.)
     (128, "int8_qk"): {"tile_q": 192, "tile_kv": 64, "consumers": 3, "stages": 4},

@@ -164,22 +164,31 @@ def test_a_stale_reference_rounds_a_dominant_weight_and_the_bound_knows(place):
     assert not check(a, c.q, c.k, c.v, out, lse, **c.descales).passed
     assert check(a, c.q, c.k, c.v, out, lse, schedule=s, **c.descales).error_ratio < 0.7
     running = s.replace(reference="running", overlap="within")
-    assert largest_weights(a, running) == largest_weights(a, None) == (256,) and largest_weights(a, s) == (264, 280)
+    assert largest_weights(a, running) == largest_weights(a, None) == (256,) and largest_weights(a, s) == (268, 276)
 
 
-@pytest.mark.parametrize("seed", [1, 2488])
-def test_a_stale_reference_rounds_a_dominant_weight_up_too(seed, monkeypatch):
-    """Tensors on which an H200 (seed 1) and the simulator err by more than twice a baseline whose largest weight is rounded down, since that
-    happens to cancel what is lost of the values."""
+def test_a_stale_reference_rounds_a_dominant_weight_up_too(monkeypatch):
+    """Tensors on which a kernel errs by more than twice a baseline whose largest weight is rounded down, since that happens to cancel what is
+    lost of the values."""
     changes = {"dtype": "fp16", "precision": "int8", "hadamard": True, "head_dim": 64, "mask": "causal"}
     a, s = load("fa3_fp8", **changes)
     (i, p), *_ = [(i, p) for i, p in enumerate(check_problems(a, s)) if str(p) == "1,2,1,257,576"]
-    c = make_case(a, s, p, seed=seed + i)
+    c = make_case(a, s, p, seed=2488 + i)
     out, lse = simulate(a, s, c.q, c.k, c.given_v, **c.descales)
     found = check(a, c.q, c.k, c.v, out, lse, schedule=s, **c.descales)
     assert found.passed and found.error_ratio < 0.8
     monkeypatch.setattr(yardstick, "largest_weights", lambda a, s: largest_weights(a, s)[:1])
     assert not check(a, c.q, c.k, c.v, out, lse, schedule=s, **c.descales).passed
+
+
+def test_a_stale_reference_may_round_a_dominant_weight_by_all_that_rounding_can():
+    """Tensors on which an H200 and the simulator err by 5.8 % of an element that one key makes, and the other roundings of the kernel and
+    of a baseline whose largest weight loses half of that do not cancel: twice its error was less."""
+    a, s = load("fa3_fp8", tile_q=192, tile_kv=64, consumers=3)
+    c = make_case(a, s, CheckProblem(1, 384, 128, 2, 1), seed=246208659)
+    out, lse = simulate(a, s, c.q, c.k, c.given_v, **c.descales)
+    found = check(a, c.q, c.k, c.v, out, lse, schedule=s, **c.descales)
+    assert found.passed and 0.05 < found.error < 0.75 * found.bound
 
 
 def test_of_several_baselines_the_farthest_counts():
