@@ -189,6 +189,17 @@ MISTAKES: list[tuple[Pair, dict[str, Any], str, str, tuple[str, ...]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("value", [10**400, 10**5000, "x" * 500], ids=["401 digits", "more than Python prints", "text"])
+@pytest.mark.parametrize(
+    "field", ["scale", "head_dim", "mask", "tile_q", "stages", "stages_q", "registers", "promote_every", "softcap"]
+)
+def test_a_value_of_any_length_is_said_in_a_line(field: str, value: object) -> None:
+    given = (value, 2) if field in ("stages", "registers") else value
+    with pytest.raises(ScheduleError) as caught:
+        rules.check(*change(FA3, {field: given}))
+    assert all(len(v.message) < 250 for v in caught.value.violations) and field in {v.field for v in caught.value.violations}
+
+
 def name_of(mistake: tuple[Pair, dict[str, Any], str, str, tuple[str, ...]]) -> str:
     return f"{mistake[2]}: " + ", ".join(f"{k}={str(v)[:12]}" for k, v in mistake[1].items())
 
