@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..attention import Attention
 from ..interop.arrays import FRAMEWORK_NAMES
-from ..oracle.baseline import farthest, largest_weights, score_step_of
+from ..oracle.baseline import farthest, largest_weights, score_step_of, weight_step
 from ..oracle.compare import Verdict, compare
 from ..oracle.numeric import E4M3_DEPTH, E4M3_SUM_BITS
 from ..oracle.yardstick import quantiser_of
@@ -40,6 +40,7 @@ class Expected:
     reference: tuple[Array, Array]
     baseline: tuple[Array, Array]
     dtype: str
+    weight_step: Array | float
     score_step: float
 
 
@@ -64,18 +65,20 @@ def expected(
     if schedule is not None and quantiser is not None:
         inner, _ = attended(attention, schedule)
         of_q, of_k, of_v, shift = dequantised(torch, attention, quantiser, q, k, v)
-    reference, baseline = [], []
+    reference, baseline, largest = [], [], []
     for b, h in zip(batches.tolist(), heads.tolist()):
         rows_q, keys_k, keys_v = (t.double() for t in (q[b, index, h], k[b, :, h // group], v[b, :, h // group]))
         reference.append(_exact(torch, attention, rows_q, keys_k, keys_v, hidden))
         rows_q, keys_k, keys_v = (t.float() for t in (of_q[b, index, h], of_k[b, :, h // group], of_v[b, :, h // group]))
-        outs, lse = _rounded(torch, inner, rows_q, keys_k, keys_v, hidden, largest_weights(inner, schedule))
+        outs, lse, most = _rounded(torch, inner, rows_q, keys_k, keys_v, hidden, largest_weights(inner, schedule))
         baseline.append((outs, lse if shift is None else lse + shift[b, h, index]))
+        largest.append(_numpy(most)[:, None])
     q_top, k_top = (t.float().abs().amax(dim=(0, 1, 2)) for t in (of_q, of_k))
     step = score_step_of(inner, float((q_top * k_top).max()))
     exact, (outs, lse) = _stack(torch, reference), _stack(torch, baseline)
     nearly = farthest(outs.transpose(1, 0, *range(2, outs.ndim)), exact[0]), lse
-    return Expected(batches, heads, rows, exact, nearly, attention.output_dtype, step)
+    steps = weight_step(inner, schedule, np.stack(largest)), step
+    return Expected(batches, heads, rows, exact, nearly, attention.output_dtype, *steps)
 
 
 def judge(torch: Any, want: Expected, out: Any, lse: Any | None) -> Verdict:
@@ -88,7 +91,14 @@ def judge(torch: Any, want: Expected, out: Any, lse: Any | None) -> Verdict:
     got = _numpy(out[b[:, None], r[None, :], h[:, None]])[:, :, None]
     got_lse = want.reference[1] if lse is None else _numpy(lse[b[:, None], h[:, None], r[None, :]])[:, None]
     return compare(
-        got, got_lse, reference=want.reference, baseline=want.baseline, dtype=want.dtype, score_step=want.score_step, whole=None
+        got,
+        got_lse,
+        reference=want.reference,
+        baseline=want.baseline,
+        dtype=want.dtype,
+        weight_step=want.weight_step,
+        score_step=want.score_step,
+        whole=None,
     )
 
 
@@ -114,8 +124,9 @@ def _exact(torch: Any, attention: Attention, q: Any, k: Any, v: Any, hidden: Any
 
 def _rounded(
     torch: Any, attention: Attention, q: Any, k: Any, v: Any, hidden: Any | None, weights: Sequence[float]
-) -> tuple[Any, Any]:
-    """The baseline: float32 scores and sums, P (times each of `weights`) and the outputs (len(weights), …) rounded to their types."""
+) -> tuple[Any, Any, Any]:
+    """The baselines: float32 scores and sums, P (times each of `weights`) and the outputs (len(weights), …) rounded to their types; their lse; how
+    much of out a row's largest weight makes (rows, head_dim_v)."""
     p_type, out_type = (getattr(torch, FRAMEWORK_NAMES[t]) for t in (attention.value_dtype, attention.output_dtype))
     s = _tensor_core(torch, attention.dtype, q, k.T) * attention.softmax_scale
     s = s if hidden is None else s.masked_fill(hidden, float("-inf"))
@@ -127,7 +138,8 @@ def _rounded(
         _tensor_core(torch, attention.value_dtype, (p * w).to(p_type).float(), v) / (total * w).masked_fill(blind, 1.0)
         for w in weights
     ]
-    return torch.stack(outs).to(out_type), (top + torch.log(total)).squeeze(1)
+    largest = (v[s.argmax(dim=1)].abs() / total).masked_fill(blind, 0.0)
+    return torch.stack(outs).to(out_type), (top + torch.log(total)).squeeze(1), largest
 
 
 def _tensor_core(torch: Any, dtype: str, a: Any, b: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -22,14 +22,31 @@ if TYPE_CHECKING:
 def largest_weights(attention: Attention, schedule: Schedule | None) -> tuple[float, ...]:
     """What a row's largest weight may be where it is rounded to P's type. In e4m3 about 2^8, the most that leaves the row's small weights as
     far as they go, whatever range a kernel leaves them: a bound must see what is lost of it. Against a running maximum it is a power of two,
-    which nothing is lost of; against a stale one it is any number, here two that rounding changes by three quarters of the most, down and up:
-    one alone may happen to cancel what was lost of the values, and half of the most, doubled by the bound, leaves a kernel that loses all of
-    it nothing for its other roundings (one case of some ten thousand failed so)."""
+    which nothing is lost of; against a stale one it is any number, here two that rounding changes by half of the most, down and up: one alone
+    may happen to cancel what was lost of the values."""
     scale = E4M3_P_SCALE if attention.value_dtype == "e4m3" else 1.0
     if schedule is None or schedule.reference == "running":
         return (scale,)
     half = half_step(attention.value_dtype)
-    return scale * (1 + 3 * half / 4), scale * (1 + 5 * half / 4)
+    return scale * (1 + half / 2), scale * (1 + 3 * half / 2)
+
+
+def weight_step(attention: Attention, schedule: Schedule | None, largest: F32) -> F32 | float:
+    """What rounding a row's largest weight may change of each element, at most; `largest`: as `Baselines` has it. 0 against a running maximum.
+    The baselines lose half of it, but by chance other roundings may cancel that in them and add to it in a kernel."""
+    if schedule is None or schedule.reference == "running":
+        return 0.0
+    step: F32 = largest * np.float32(half_step(attention.value_dtype))
+    return step
+
+
+class Baselines(NamedTuple):
+    """outs (len(weights), batch, rows, heads, head_dim_v) in the output's type, one for each of some `largest_weights`; lse (batch, heads, rows);
+    `largest` (batch, rows, heads, head_dim_v): how much of out a row's largest weight makes, without its sign, 0 where no key is seen."""
+
+    outs: Array
+    lse: F32
+    largest: F32
 
 
 def farthest(outs: Array, reference: Array) -> Array:
@@ -88,7 +105,7 @@ def baseline_rows(
     attention: Attention, q: Array, k: Array, v: Array, rows: npt.ArrayLike, **descales: Unpack[Descales]
 ) -> tuple[Array, F32]:
     """`baseline` for some query rows: out (batch, len(rows), heads, head_dim_v), lse (batch, heads, len(rows))."""
-    outs, lse = baselines_of(attention, q, k, v, rows, largest_weights(attention, None), **descales)
+    outs, lse, _ = baselines_of(attention, q, k, v, rows, largest_weights(attention, None), **descales)
     return outs[0], lse
 
 
@@ -100,13 +117,14 @@ def baselines_of(
     rows: npt.ArrayLike,
     weights: Sequence[float],
     **descales: Unpack[Descales],
-) -> tuple[Array, F32]:
-    """`baseline_rows` for each of some `largest_weights`: outs (len(weights), batch, len(rows), heads, head_dim_v), and the one lse."""
+) -> Baselines:
+    """`baseline_rows` for each of some `largest_weights`."""
     problem = problem_of(attention, q, k, v)
     scales = scales_of(attention, problem, descales)
     index = np.asarray(rows, np.int64)
     outs = np.zeros((len(weights), problem.batch, len(index), problem.hq, attention.dv), np.float32)
     lse = np.full((problem.batch, problem.hq, len(index)), -np.inf, np.float32)
+    largest = np.zeros(outs.shape[1:], np.float32)
     with np.errstate(invalid="ignore", divide="ignore"):
         for block in row_blocks(attention, problem, q, k, v, index, np.float32, scales):
             s = tensor_core(block.q.reshape(-1, attention.head_dim), block.k.T, attention.dtype, terms=True).reshape(
@@ -120,6 +138,7 @@ def baselines_of(
                 s += np.log(share)
             m = s.max(axis=2, keepdims=True)
             blind = np.isneginf(m)
+            first = s.argmax(axis=2)
             s -= np.where(blind, np.float32(0), m)
             p = np.exp(s, out=s)
             total = (p if share is None else p / share).sum(axis=2, keepdims=True)
@@ -128,5 +147,7 @@ def baselines_of(
                 o = tensor_core(w.reshape(-1, w.shape[2]), block.v, attention.value_dtype).reshape(*w.shape[:2], -1)
                 o /= np.where(blind, np.float32(1), total * weight)
                 out[block.batch, block.rows, block.heads] = o.transpose(1, 0, 2) * np.float32(block.out_scale)
+            made = np.where(blind, np.float32(0), np.abs(block.v[first] * np.float32(block.out_scale)) / total)
+            largest[block.batch, block.rows, block.heads] = made.transpose(1, 0, 2)
             lse[block.batch, block.heads, block.rows] = np.where(blind, np.float32(-np.inf), m + np.log(total))[..., 0]
-    return cast(outs, attention.output_dtype), lse
+    return Baselines(cast(outs, attention.output_dtype), lse, largest)

@@ -1,7 +1,8 @@
 """When is an output right? One policy for every check: CPU and GPU, tests and command line.
 
 1. NaN stands exactly where the reference has NaN, and each infinity exactly where the reference has it, with its sign.
-2. out, where finite: |out − reference| ≤ 2 · (largest error of the baseline) + 1 ulp of the output's type at the reference.
+2. out, where finite: |out − reference| ≤ 2 · (largest error of the baseline) + 1 ulp of the output's type at the reference
+   + against a stale reference, what rounding the row's largest weight may change of the element (`baseline.weight_step`).
 3. Where P has 16 bits: the root mean square of out's errors in each (batch, head) ≤ 1.5 · that of the baseline's + what one element may differ
    by, 1 ulp. It shows what is a little wrong everywhere, as a scale that is half a percent off, which no single element tells.
    Where P is e4m3: by what part of itself each (batch, head) of out is too large, Σ error · reference / Σ reference², is at most twice that of
@@ -27,7 +28,7 @@ import numpy.typing as npt
 from ..attention import Attention
 from ..descales import Descales
 from ..schedule import Schedule
-from .numeric import F64, Array, ulp
+from .numeric import F32, F64, Array, ulp
 from .yardstick import Whole, yardstick
 
 if TYPE_CHECKING:
@@ -64,12 +65,13 @@ def compare(
     reference: tuple[Array, Array],
     baseline: tuple[Array, Array],
     dtype: str,
+    weight_step: F32 | float = 0.0,
     score_step: float = 0.0,
     mask: Mask | None = None,
     whole: Whole | None = "spread",
 ) -> Verdict:
     """Judge out (batch, rows, heads, head_dim_v) of type `dtype` and lse (batch, heads, rows) against (out, lse) of the float64
-    `reference` and of the `baseline`. `score_step`: as `baseline.score_step` has it. `mask` (batch, heads, rows): rows to judge, None: all.
+    `reference` and of the `baseline`. `weight_step` (of out's shape) and `score_step`: as in `baseline`. `mask` (batch, heads, rows): rows to judge, None: all.
     `whole`: as `Yardstick.whole` has it; None: rule 3 does not hold, as of others' functions, which need not round where ours do."""
     for name, got, want in (("out", out, reference[0]), ("lse", lse, reference[1])):
         if got.shape != want.shape:
@@ -87,8 +89,9 @@ def compare(
         known = finite & np.isfinite(b)
         yardstick = np.abs(b[known] - w[known]).max(initial=0.0)
         if name == "out":
-            slack = ulp(w, dtype)
-            of_head = _spread(g, w, b, slack, known) if whole == "spread" else _scale(g, w, b, known) if whole == "scale" else ""
+            one = ulp(w, dtype)
+            of_head = _spread(g, w, b, one, known) if whole == "spread" else _scale(g, w, b, known) if whole == "scale" else ""
+            slack = one + np.where(np.isfinite(weight_step), weight_step, 0.0)
         else:
             slack = np.full(w.shape, score_step + LSE_ULPS * float(ulp(np.abs(w[finite]).max(initial=1.0), "fp32")))
         judged.append(_worst(name, g, w, finite, ERROR_FACTOR * yardstick + slack))

@@ -12,8 +12,8 @@ from ..attention import Attention
 from ..descales import Descales
 from ..plan.precision import attended, granularity
 from ..schedule import Schedule
-from .baseline import baselines_of, farthest, largest_weights, score_step
-from .numeric import Array
+from .baseline import baselines_of, farthest, largest_weights, score_step, weight_step
+from .numeric import F32, Array
 from .quantise import Quantiser, lse_shift, quantise
 from .reference import reference_rows
 
@@ -26,10 +26,11 @@ Whole = Literal["spread", "scale"]
 
 
 class Yardstick(NamedTuple):
-    """(out, lse) of reference and baseline, and what `compare` takes as score_step and whole."""
+    """(out, lse) of reference and baseline, and what `compare` takes as weight_step, score_step and whole."""
 
     reference: tuple[Array, Array]
     baseline: tuple[Array, Array]
+    weight_step: F32 | float
     score_step: float
     whole: Whole
 
@@ -59,15 +60,17 @@ def yardstick(
     reference = reference_rows(attention, q, k, v, rows, **descales)
     quantiser = None if schedule is None else quantiser_of(schedule)
     if schedule is None or quantiser is None:
-        outs, lse = baselines_of(attention, q, k, v, rows, largest_weights(attention, schedule), **descales)
-        return Yardstick(reference, (farthest(outs, reference[0]), lse), score_step(attention, q, k, **descales), _whole(attention))
+        outs, lse, largest = baselines_of(attention, q, k, v, rows, largest_weights(attention, schedule), **descales)
+        steps = weight_step(attention, schedule, largest), score_step(attention, q, k, **descales)
+        return Yardstick(reference, (farthest(outs, reference[0]), lse), *steps, _whole(attention))
     inner, _ = attended(attention, schedule)
     quantised = quantise(q, k, v, quantiser)
     of_q, of_k, of_v = quantised.dequantised()
-    outs, lse = baselines_of(inner, of_q, of_k, of_v, rows, largest_weights(inner, schedule))
+    outs, lse, largest = baselines_of(inner, of_q, of_k, of_v, rows, largest_weights(inner, schedule))
     if quantised.k_mean is not None:
         lse += lse_shift(q[:, np.asarray(rows, np.int64)], quantised.k_mean, attention.softmax_scale)
-    return Yardstick(reference, (farthest(outs, reference[0]), lse), score_step(inner, of_q, of_k), _whole(inner))
+    steps = weight_step(inner, schedule, largest), score_step(inner, of_q, of_k)
+    return Yardstick(reference, (farthest(outs, reference[0]), lse), *steps, _whole(inner))
 
 
 def _whole(attention: Attention) -> Whole:

@@ -1,6 +1,7 @@
 """From FlashAttention-3 to its FP8 form as it is here, step 2: a stale softmax reference. Exponentials need not wait for the maximum of their
 block: a warpgroup has enough to do under its own products, and takes no turns with the other. Blocks are smaller, and a third one is on its
-way. What is left to fa3_fp8 itself: the next tile's Q is loaded while this one is computed, or (head_dim 256) tiles are joined."""
+way. What is left to fa3_fp8 itself: the next tile's Q is loaded while this one is computed, or (head_dim 256) tiles of 96 keys are
+joined, and warpgroups take turns again."""
 
 import fagen
 

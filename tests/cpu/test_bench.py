@@ -756,8 +756,10 @@ def test_verification_has_the_baselines_of_fagen_check(changes, mask):
     )
     assert abs(got.reference[0] - exact).max() < 1e-12
     assert (got.baseline[0] == nearly.astype("float32")).mean() > 0.99
+    (steps,) = want.weight_step.transpose(0, 2, 1, 3)[:, :, :, None]
+    assert steps.max() > 0.001 and abs(got.weight_step - steps).max() < 1e-6
     alone = verify.expected(torch, attention, p, q, k, v, 0, schedule.replace(reference="running", overlap="within"))
-    assert (got.baseline[0] == alone.baseline[0]).mean() < 0.9
+    assert (got.baseline[0] == alone.baseline[0]).mean() < 0.9 and not np.any(alone.weight_step)
 
 
 # the watched process ------------------------------------------------------------------------------------------------------
