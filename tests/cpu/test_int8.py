@@ -32,6 +32,7 @@ from fagen.plan import Plan, Problem, assemble, rules
 from fagen.plan import steps as S
 from fagen.plan.mutants import run_mutants
 from fagen.plan.proof import prove
+from fagen.plan.rules import structure
 from fagen.quantise import checked_options, plan_of, simulate_quantise
 
 STALE = {"reference": "stale", "overlap": "within", "tile_kv": 64}
@@ -139,7 +140,7 @@ def test_every_mutant_is_flagged_or_explained(changes: dict[str, Any]) -> None:
 
 def test_scores_stay_where_float32_has_every_integer(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(rules.HEAD_DIMS) <= rules.INT8_DEPTH and rules.INT8_DEPTH * 127**2 <= 1 << 24
-    monkeypatch.setattr(rules, "INT8_DEPTH", 128)
+    monkeypatch.setattr(structure, "INT8_DEPTH", 128)
     with pytest.raises(ScheduleError) as e:
         rules.check(*fagen.load(PAPER_FP8, dtype="int8", head_dim=256))
     (v,) = e.value.violations
