@@ -6,6 +6,6 @@ base = load("fa3_fp8")
 attention = Attention(head_dim=128)
 schedule = base.schedule.replace(precision="e4m3", hadamard=True)
 tiles = {
-    64: {"tile_q": 256, "tile_kv": 64, "consumers": 4, "stages": 4},
-    256: {"tile_kv": 96, "stages": 2, "stages_q": None, "overlap": "both", "fuse_tiles": True},
+    head_dim: {name: its for name, (_, its) in base.schedule.diff(load("fa3_fp8", head_dim=head_dim).schedule).items()}
+    for head_dim in (64, 256)
 }

@@ -91,7 +91,7 @@ def compare(
         if name == "out":
             one = ulp(w, dtype)
             of_head = _spread(g, w, b, one, known) if whole == "spread" else _scale(g, w, b, known) if whole == "scale" else ""
-            slack = one + np.where(np.isfinite(weight_step), weight_step, 0.0)
+            slack = one + weight_step
         else:
             slack = np.full(w.shape, score_step + LSE_ULPS * float(ulp(np.abs(w[finite]).max(initial=1.0), "fp32")))
         judged.append(_worst(name, g, w, finite, ERROR_FACTOR * yardstick + slack))
@@ -159,8 +159,8 @@ def _worst(name: str, got: F64, want: F64, finite: Mask, bound: F64) -> tuple[fl
     if not finite.any():
         return 0.0, float(bound.max(initial=1.0)), ""
     with np.errstate(invalid="ignore"):
-        error = np.where(finite, np.abs(got - want), 0.0)
-    at = np.unravel_index(int(np.argmax(error / bound)), error.shape)
+        error = np.abs(got - want)
+        at = np.unravel_index(int(np.argmax(np.where(finite, error / bound, -1.0))), error.shape)
     e, b = float(error[at]), float(bound[at])
     if e <= b:
         return e, b, ""

@@ -17,9 +17,7 @@ ALLOWED_R2UR = {
     ),
     ("8-bit", 128, "full", True): (2, "as at head_dim 64"),
     ("8-bit", 128, "causal", True): (2, "as at head_dim 64, once a tile"),
-    ("8-bit", 256, "full", True): (2, "as at head_dim 64"),
-    ("8-bit", 256, "causal", True): (2, "as at head_dim 64"),
-    ("8-bit", 256, "causal", False): (12, "the descriptors of a tile's first product come from vector registers: once a tile"),
+    ("8-bit", 256, "full", True): (1, "as at head_dim 64"),
 }
 EARLY_WAIT = (
     "with a running maximum ptxas moves the wait for the products up, in front of the exponentials; pinned where the program has it, "

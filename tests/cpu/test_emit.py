@@ -143,8 +143,8 @@ LINES = 135
 """About 120."""
 LONG_LINES = 180
 """Of a warpgroup that also issues the loads, joins a tile to the next, or passes over blocks that others see: two programs in one."""
-TURNS = 11
-"""Of joined tiles whose warpgroups take turns: two for each batch of products, of which a causal tile has four, and the first and the last turn."""
+TURNS = 4 * 2 + 2 * 3
+"""Of joined tiles whose warpgroups take turns: two for each batch of products, of which a causal tile has four, three for the first and the last turn."""
 
 
 def role_bodies(p: Plan, text: str) -> dict[str, list[str]]:

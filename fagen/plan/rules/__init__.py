@@ -7,7 +7,7 @@ violation of the first failing layer.
 
 from __future__ import annotations
 
-from .knobs import CHOICES, HEAD_DIMS, INT8_DEPTH, MAX_STAGES, MAX_TILE_KV, NOT_YET, NOT_YET_SET, SCALES
+from .knobs import CHOICES, HEAD_DIMS, INT8_DEPTH, MAX_TILE_KV, NOT_YET, NOT_YET_SET, SCALES
 from .layers import check
 
-__all__ = ["CHOICES", "HEAD_DIMS", "INT8_DEPTH", "MAX_STAGES", "MAX_TILE_KV", "NOT_YET", "NOT_YET_SET", "SCALES", "check"]
+__all__ = ["CHOICES", "HEAD_DIMS", "INT8_DEPTH", "MAX_TILE_KV", "NOT_YET", "NOT_YET_SET", "SCALES", "check"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import numbers
 from collections.abc import Iterator
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from ...attention import Attention
 from ...errors import Violation
 from ...schedule import Schedule
+from .common import shown
 from .values import values
 
 
@@ -20,7 +22,9 @@ def types(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
         foreign = next((x for x in (value if isinstance(value, tuple) else (value,)) if _is_foreign(x)), None)
         if foreign is not None:
             mine[name] = tuple(map(_own, value)) if isinstance(value, tuple) else _own(value)
-            found[name] = f"{value!r} holds a {type(foreign).__module__}.{type(foreign).__name__}; knobs are plain Python values"
+            found[name] = (
+                f"{shown(value)} holds a {type(foreign).__module__}.{type(foreign).__name__}; knobs are plain Python values"
+            )
     if not found:
         return
     of_a = {n: x for n, x in mine.items() if n in Attention.field_names()}
@@ -39,6 +43,11 @@ def _is_foreign(x: Any) -> bool:
 def _own(x: Any) -> Any:
     if not _is_foreign(x):
         return x
+    if isinstance(x, numbers.Integral):
+        return int(x)
     if isinstance(x, numbers.Real):
-        return int(x) if isinstance(x, numbers.Integral) else float(x)
+        try:
+            return float(x)
+        except OverflowError:
+            return -math.inf if x < 0 else math.inf
     return x.item()  # NumPy's bool, or text

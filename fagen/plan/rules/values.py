@@ -24,7 +24,9 @@ def values(attention: Attention, schedule: Schedule) -> Iterator[Violation]:
         message = f"{shown(a.head_dim_v)} differs from head_dim {a.head_dim}; V must have as many columns as Q and K"
         yield Violation("head-dim-v", "head_dim_v", message, (None, a.head_dim))
     if a.v_dtype is not None and a.dtype != "int8":
-        message = f"{a.v_dtype!r} given, but v is of q's and k's type {a.dtype}; only with dtype 'int8' does it have its own"
+        message = (
+            f"{shown(a.v_dtype)} given, but v is of q's and k's type {shown(a.dtype)}; only with dtype 'int8' does it have its own"
+        )
         yield Violation("v-dtype", "v_dtype", message, (None,))
     if a.scale is not None and not (is_number(a.scale) and SCALES[0] <= a.scale <= SCALES[1]):
         yield Violation(
